@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, selector
 from tensorlogic.bench.machine import limits
+from tensorlogic.dispatch import dispatcher
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.plans.environment import environment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -272,19 +273,19 @@ def pair(ours: Call, eager: Call, rounds: int) -> tuple[float, float]:
 def chosen(call: Call) -> str:
     """What the first choice of a call was."""
     names: list[str] = []
-    usual = selector.choose
+    usual = dispatch_selector.choose
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         choice = usual(*args, **kwargs)
         names.append(f"{choice.candidate.id} {dict(choice.config) or ''}".strip())
         return choice
 
-    selector.choose = noted
-    dispatch.policies.forget_entries()
+    dispatch_selector.choose = noted
+    dispatcher.policies.forget_entries()
     try:
         call()
     finally:
-        selector.choose = usual
+        dispatch_selector.choose = usual
     return ", ".join(names)
 
 

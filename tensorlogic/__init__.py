@@ -19,6 +19,8 @@ from .core.numeric_mode import PrecisionWarning
 from .core.policy import policy
 from .core.precision_policy import precision
 from .core.weight_cache import constant, invalidate
+from .dispatch.startup import activate as _activate
+from .dispatch.startup import warn_of_namesakes as _warn
 from .enabling import disable, enable
 from .memory.transfer import to
 from .memory.unified import unified
@@ -34,13 +36,11 @@ from .ops.reduce import max, mean, min, sum
 from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
 from .placement import placement
-from .startup import activate as _activate
-from .startup import warn_of_namesakes as _warn
 
 if TYPE_CHECKING:
     from .autotune.tune import tune
     from .cuda_graphs.capture import capture
-    from .explaining import candidates, explain
+    from .dispatch.explain import candidates, explain
     from .memory import pool
     from .program.optimizing import optimize
 

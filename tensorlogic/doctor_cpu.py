@@ -9,7 +9,7 @@ import torch
 
 from . import enabling
 from .core.policy import measuring
-from .explaining import explain
+from .dispatch.explain import explain
 from .measure import timer
 from .native import cpu_library
 from .native import hook_ops as native_hook_ops

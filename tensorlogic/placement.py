@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import call_cache, dispatch, speeds
+from . import speeds
 from .core import policy as core_policy
 from .core import weight_cache
 from .core.op import Op
+from .dispatch import call_cache as dispatch_call_cache
+from .dispatch import dispatcher
 from .memory import transfer
 from .memory.unified import Unified
 from .plans import open_stores
@@ -121,7 +123,7 @@ def _stay(
     for check, run in inside.entries.get(where, ()):
         if not any(check is k for k in known) and check(*tensors):
             counted = run if trial.left == math.inf else _counted(run, policy, where, trial)
-            call_cache.keep(policy, where, check, counted)
+            dispatch_call_cache.keep(policy, where, check, counted)
             return
 
 
@@ -291,8 +293,8 @@ def _key(op: Op, given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _show(text: str, side: str, why: str) -> None:
-    dispatch.LAST_PLACEMENT.append(f"{text} -> {side} ({why})")
-    del dispatch.LAST_PLACEMENT[:-16]
+    dispatcher.LAST_PLACEMENT.append(f"{text} -> {side} ({why})")
+    del dispatcher.LAST_PLACEMENT[:-16]
 
 
 def _say(text: str) -> None:
@@ -307,4 +309,4 @@ def forget() -> None:
 
 
 open_stores.ON_FORGET.append(forget)
-dispatch.PLACERS[Unified] = call
+dispatcher.PLACERS[Unified] = call

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import bind
-from .call_cache import MOST_ENTRIES
 from .core import policy, weight_cache
 from .core.candidate import EAGER
 from .core.op import Op
+from .dispatch.bound_call import bind
+from .dispatch.call_cache import MOST_ENTRIES
 from .native import hook_extension
 from .ops.linear import LINEAR
 from .ops.matmul import MATMUL

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
-from tensorlogic import dispatch, registry, repairs
+from tensorlogic import repairs
 from tensorlogic.core import tolerance
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading, dispatcher
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
 from tensorlogic.program.rewrite import emitter
 
-registry.ready("cuda" if torch.cuda.is_available() else "cpu")
+candidate_loading.ready("cuda" if torch.cuda.is_available() else "cpu")
 PUBLIC = sorted(name for name, op in OPS.items() if not op.internal)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALL_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,9 +60,9 @@ def full(op: Op, case: Sequence[Any], save: bool = False) -> list[Any]:
 def call(op: Op, case: Sequence[Any], force: str | None = None) -> Tensor:
     """One public-like call through the mechanism, with a forced candidate or as the selector likes."""
     if force is None:
-        return dispatch.call(op, tuple(case))
+        return dispatcher.call(op, tuple(case))
     with tensorlogic.policy(force=force):
-        return dispatch.call(op, tuple(case))
+        return dispatcher.call(op, tuple(case))
 
 
 def reference(op: Op, case: Sequence[Any]) -> Tensor:
@@ -114,7 +115,7 @@ def far_rows(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def guessed_best(monkeypatch: pytest.MonkeyPatch, op: Op, id: str, device: torch.device) -> None:
     """A candidate that keys nobody has measured take: it is expected to be ten times as fast as PyTorch."""
-    registry.ready(device.type)
+    candidate_loading.ready(device.type)
     likely = replace(op.candidates[id], guess=lambda key: 0.1)
     monkeypatch.setitem(op.candidates, id, likely)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import registry
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 
 CPU = torch.device("cpu")
 LABELS = torch.zeros(4, dtype=torch.int64)
@@ -112,7 +112,7 @@ def quack(folder: Path, version: str = "0.6.5", fault: str = "") -> None:
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     """Candidates and modules of a test's packages are gone after it, and known ones are put aside meanwhile."""
-    registry.ready("cpu")  # what is registered meanwhile stays for those who come later
+    candidate_loading.ready("cpu")  # what is registered meanwhile stays for those who come later
     aside = {
         (op, id): c for op in OPS.values() for id, c in op.candidates.items() if of_an_adapter(id)
     }

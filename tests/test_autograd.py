@@ -305,23 +305,24 @@ def test_every_public_op_is_in_the_table() -> None:
 def test_our_gradient_stands_behind_pytorchs_forward(
     monkeypatch: pytest.MonkeyPatch, force: str | None
 ) -> None:
-    from tensorlogic import binding, recorded_calls, selector
+    from tensorlogic.dispatch import autograd, bound_call, decision
+    from tensorlogic.dispatch import selector as dispatch_selector
 
-    monkeypatch.setattr(binding, "FOLLOWED", ("cpu",))
-    monkeypatch.setattr(binding, "HEAVY_BYTES", -1.0)
-    decide = selector.decide
+    monkeypatch.setattr(bound_call, "FOLLOWED", ("cpu",))
+    monkeypatch.setattr(bound_call, "HEAVY_BYTES", -1.0)
+    decide = dispatch_selector.decide
     monkeypatch.setattr(
-        selector,
+        dispatch_selector,
         "decide",
-        lambda op, *more: selector.PLAIN if op.name == "div" else decide(op, *more),
+        lambda op, *more: decision.PLAIN if op.name == "div" else decide(op, *more),
     )
-    served, asked = recorded_calls.gradients, list[str]()
+    served, asked = autograd.gradients, list[str]()
 
     def gradients(op: Any, *more: Any) -> Any:
         asked.append(op.name)
         return served(op, *more)
 
-    monkeypatch.setattr(recorded_calls, "gradients", gradients)
+    monkeypatch.setattr(autograd, "gradients", gradients)
     for dtype in (torch.float32, torch.float64):  # of x, the row's, too, and wider than it
         x, row = torch.randn(40, 30, dtype=dtype), torch.rand(30).add(0.5)
         x.requires_grad_()
@@ -337,13 +338,13 @@ def test_our_gradient_stands_behind_pytorchs_forward(
 def test_a_forward_of_ours_takes_no_other_road_under_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tensorlogic import binding
+    from tensorlogic.dispatch import bound_call
 
-    monkeypatch.setattr(binding, "FOLLOWED", ("cpu",))
+    monkeypatch.setattr(bound_call, "FOLLOWED", ("cpu",))
     op, args = OPS["div"], (torch.randn(40, 30, requires_grad=True), torch.randn(40, 30), True)
     for force in ("cpu.fused", EAGER):
         with tensorlogic.policy(tune="off", force=force), torch.enable_grad():
-            bound = binding.bind(op, args, policy.current(), recording=True)
+            bound = bound_call.bind(op, args, policy.current(), recording=True)
         assert bound.choice.candidate.id == force
         assert not bound.two_ways
 
@@ -352,11 +353,12 @@ def test_a_forward_of_ours_takes_no_other_road_under_capture(
 def test_a_gradients_own_gradient_behind_pytorchs_forward(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorlogic import binding, selector
+    from tensorlogic.dispatch import bound_call, decision
+    from tensorlogic.dispatch import selector as dispatch_selector
 
-    monkeypatch.setattr(binding, "FOLLOWED", ("cpu",))
-    monkeypatch.setattr(binding, "HEAVY_BYTES", -1.0)
-    monkeypatch.setattr(selector, "decide", lambda *about: selector.PLAIN)
+    monkeypatch.setattr(bound_call, "FOLLOWED", ("cpu",))
+    monkeypatch.setattr(bound_call, "HEAVY_BYTES", -1.0)
+    monkeypatch.setattr(dispatch_selector, "decide", lambda *about: decision.PLAIN)
     plain: dict[str, Callable[..., Tensor]] = {
         "mul": torch.mul, "div": torch.div, "silu": F.silu, "gelu": F.gelu, "softmax": lambda x: torch.softmax(x, -1),
         "max": lambda x: torch.amax(x, 1), "affine": lambda x, s, b: x * s + b,

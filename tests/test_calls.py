@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import dispatch, front
 from tensorlogic.autotune import background_tuning
-from tensorlogic.binding import bind
 from tensorlogic.core import policy
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import dispatcher, fast_path
+from tensorlogic.dispatch.bound_call import bind
 from tensorlogic.native import call_extension, cpu_library
 from tensorlogic.plans import open_stores
 
@@ -153,13 +153,13 @@ def test_calls_keep_no_tensor_alive() -> None:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Which calls the compiled fronts left to the slow road."""
     slow: list[str] = []
-    usual = dispatch.call
+    usual = dispatcher.call
 
     def call(op: Any, *rest: Any) -> Any:
         slow.append(op.name)
         return usual(op, *rest)
 
-    monkeypatch.setattr(dispatch, "call", call)
+    monkeypatch.setattr(dispatcher, "call", call)
     policy.forget_entries()
     yield slow
     policy.forget_entries()
@@ -167,7 +167,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def compiled(fn: Callable[..., Any]) -> Any:
     """The compiled front of a public function."""
-    found = [s for p, (_, s) in front._SCOPES.items() if front.FRONTS[p] is fn]
+    found = [s for p, (_, s) in fast_path._SCOPES.items() if fast_path.FRONTS[p] is fn]
     return found[0]["compiled"]
 
 
@@ -305,7 +305,7 @@ def test_without_the_module_everything_is_the_same(
     served: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_extension, "_state", ["not built"])
-    for _, scope in front._SCOPES.values():
+    for _, scope in fast_path._SCOPES.values():
         monkeypatch.setitem(scope, "compiled", None)
     cpu_library._op.cache_clear()
     try:

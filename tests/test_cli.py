@@ -115,7 +115,7 @@ import gc, sys, torch
 before = set(sys.modules)
 import tensorlogic
 late = {"filelock", "platformdirs", "html", "statistics", "tensorlogic.program", "tensorlogic.bench", "rich", "matplotlib", "torch._dynamo"}
-late |= {"tensorlogic.explaining", "tensorlogic.autotune.tune", "tensorlogic.memory.pool"}
+late |= {"tensorlogic.dispatch.explain", "tensorlogic.autotune.tune", "tensorlogic.memory.pool"}
 assert not late & (set(sys.modules) - before), late & set(sys.modules)
 for key in ("CPU", "CUDA", "AutogradCPU"):  # what C++ finds without asking Python: AOTInductor's packages, scripted modules
     assert torch._C._dispatch_has_computed_kernel_for_dispatch_key("tensorlogic::linear", key), key

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import repairs, vouching
+from tensorlogic import repairs
+from tensorlogic.dispatch import self_test
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
 
@@ -69,7 +70,7 @@ def test_enabled_gradients_of_many_vectors_refuse_no_candidate(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """No number may be drawn there: a check has to wait, its candidate is not to blame."""
-    vouching.forget()
+    self_test.forget()
     x = torch.randn(36, 32).half().requires_grad_()
     tensorlogic.enable()
     try:
@@ -78,7 +79,7 @@ def test_enabled_gradients_of_many_vectors_refuse_no_candidate(
     finally:
         tensorlogic.disable()
     assert not caplog.records
-    assert not any(vouching._NOTES.known.values())
+    assert not any(self_test._NOTES.known.values())
 
 
 @pytest.mark.parametrize("hardware", [True, False])

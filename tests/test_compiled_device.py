@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import binding, dispatch, front, recorded_calls
 from tensorlogic.autotune import background_tuning
 from tensorlogic.core import policy
+from tensorlogic.dispatch import autograd, bound_call, dispatcher, fast_path
 from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.native import call_extension, cuda_driver
 
@@ -72,7 +72,7 @@ def test_results_are_right_and_calls_are_plans(dtype: torch.dtype, force: str) -
 
 def quick(fn: Callable[..., Any]) -> Any:
     """The compiled front of a public function."""
-    found = [s for p, (_, s) in front._SCOPES.items() if front.FRONTS[p] is fn]
+    found = [s for p, (_, s) in fast_path._SCOPES.items() if fast_path.FRONTS[p] is fn]
     return found[0]["compiled"]
 
 
@@ -80,7 +80,7 @@ def test_a_warm_call_is_served_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b, res = tensors(torch.float16)
     with torch.no_grad(), tensorlogic.policy(force="triton.tiled"):
         y = tensorlogic.linear(x, w, b, res, "relu")
-        monkeypatch.setattr(dispatch, "call", None)
+        monkeypatch.setattr(dispatcher, "call", None)
         assert torch.equal(quick(tensorlogic.linear)(x, w, b, res, "relu"), y)
         assert (
             quick(tensorlogic.linear)(x.float(), w.float(), b.float(), res.float(), "relu") is None
@@ -93,7 +93,7 @@ def test_bound_launchers_are_plans() -> None:
     op = tensorlogic.core.op.OPS["linear"]
     for id in ("triton.tiled", "cublaslt.epilogue"):
         with tensorlogic.policy(force=id) as chosen:
-            bound = binding.bind(op, [x, w, b, res, "relu", False], chosen, False)
+            bound = bound_call.bind(op, [x, w, b, res, "relu", False], chosen, False)
         assert bound.choice.candidate.id == id
         assert call_extension.is_plan(bound.launch), id
 
@@ -213,7 +213,7 @@ def test_recorded_calls_are_c_and_backward_finds_its_plan(monkeypatch: pytest.Mo
     x.requires_grad_()
     with tensorlogic.policy(force="triton.tiled", tune="off"):
         first = tensorlogic.linear(x, w, b, res, "relu")
-        monkeypatch.setattr(recorded_calls.Recording, "forward", None)
+        monkeypatch.setattr(autograd.Recording, "forward", None)
         again = quick(tensorlogic.linear)(x, w, b, res, "relu")
         assert again.grad_fn.name() == "RecordedBackward"
         torch.testing.assert_close(again, first, rtol=0, atol=0)

@@ -21,10 +21,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic
-from tensorlogic import binding, dispatch, front, recorded_calls, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import autograd, bound_call, dispatcher, fast_path
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.kernels import register
 from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.native import call_extension, cpu_library
@@ -55,13 +56,13 @@ def served(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     fake = Candidate("fake.plan", bind=bind, trusted=True)
     candidates = {**op.candidates, "fake.plan": fake}
     monkeypatch.setattr(op, "candidates", candidates)
-    usual = dispatch.call
+    usual = dispatcher.call
 
     def slow(*args: Any) -> Any:
         seen["slow"] += 1
         return usual(*args)
 
-    monkeypatch.setattr(dispatch, "call", slow)
+    monkeypatch.setattr(dispatcher, "call", slow)
     policy.forget_entries()
     with tensorlogic.policy(force="fake.plan"):
         yield seen
@@ -70,7 +71,7 @@ def served(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
 
 def quick(fn: Callable[..., Any]) -> Any:
     """The compiled front of a public function."""
-    found = [s for p, (_, s) in front._SCOPES.items() if front.FRONTS[p] is fn]
+    found = [s for p, (_, s) in fast_path._SCOPES.items() if fast_path.FRONTS[p] is fn]
     return found[0]["compiled"]
 
 
@@ -93,7 +94,7 @@ def test_under_capture_the_choice_for_captures_serves(
 ) -> None:
     a = torch.randn(6, 5)
     chosen: list[str] = []
-    usual = selector.choose
+    usual = dispatch_selector.choose
 
     def choose(*args: Any, **about: Any) -> Any:
         choice = usual(*args, **about)
@@ -103,7 +104,7 @@ def test_under_capture_the_choice_for_captures_serves(
         choice.captured = other
         return choice
 
-    monkeypatch.setattr(selector, "choose", choose)
+    monkeypatch.setattr(dispatch_selector, "choose", choose)
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     tensorlogic.add_relu(a, a)
@@ -168,7 +169,7 @@ def test_a_recorded_call_is_served_in_c_with_the_same_graph(
     a, b = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
     first, monkey = tensorlogic.add_relu(a, b), monkeypatch
     assert recording(tensorlogic.add_relu, a, b)
-    monkey.setattr(recorded_calls.Recording, "forward", None)  # no Python from here on
+    monkey.setattr(autograd.Recording, "forward", None)  # no Python from here on
     second = tensorlogic.add_relu(a, b)
     assert first.grad_fn is not None
     assert second.grad_fn is not None
@@ -223,8 +224,8 @@ def test_only_calls_that_a_launcher_served_show_what_is_kept(
     op, b = OPS["add_relu"], torch.randn(6, 5)
     moved = torch.randn(31)[1:].view(6, 5).requires_grad_()
     aligned = torch.randn(6, 5, requires_grad=True)
-    bound = binding.bind(op, [aligned, b, True], policy.current(), True)
-    assert isinstance(bound.outside, recorded_calls.Recording)
+    bound = bound_call.bind(op, [aligned, b, True], policy.current(), True)
+    assert isinstance(bound.outside, autograd.Recording)
     bound.run(moved, b)  # declined: less aligned
     assert bound.outside.places is None
     assert bound.shortest == (bound.run, 0)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.testing._internal.logging_tensor import LoggingTensorMode
 
-from tensorlogic import registry, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.kernels.cpu import calibration, cost_model
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
@@ -37,7 +38,7 @@ Slower = dict[str, float]  # by operator's name: how many times longer than was 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Slower], list[str]]]:
     """clock(slower): each product takes what its cost model says, times that; returns the names of what was timed."""
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     timed: list[str] = []
 
     def run(slower: Slower) -> list[str]:
@@ -77,7 +78,7 @@ def chosen(dtype: torch.dtype, side: int = 1024) -> str:
     """What serves a matmul of an op that nobody has measured."""
     op, a = OPS["matmul"], torch.zeros(side, side, dtype=dtype)
     key = op.key((a, a, "none", False), "inference")
-    return selector.decide(op, key, CPU, policy.current()).eager[0]
+    return dispatch_selector.decide(op, key, CPU, policy.current()).eager[0]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tensorlogic
-from tensorlogic import dispatch, front, library
 from tensorlogic.autotune import tune
 from tensorlogic.bench import rows
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import dispatcher, fast_path, torch_library
 from tensorlogic.measure.verification import Checker
 from tensorlogic.system import function_modes
 
@@ -38,7 +38,7 @@ def test_no_candidate_is_refused_for_it(name: str, default: torch.dtype) -> None
 
     def step(*case: object) -> None:
         leaves = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in case]  # fmt: skip
-        tune._backward(dispatch.call(op, leaves))
+        tune._backward(dispatcher.call(op, leaves))
 
     for case in kinds.values():
         for its, key, device in rows.meet(step, tuple(case)):
@@ -121,9 +121,9 @@ def slowly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """The names of ops that were served past their warm entries."""
     seen: list[str] = []
     if not request.param:
-        for _, scope in front._SCOPES.values():
+        for _, scope in fast_path._SCOPES.values():
             monkeypatch.setitem(scope, "compiled", None)
-    for place, name in ((dispatch, "call"), (library, "traced")):
+    for place, name in ((dispatcher, "call"), (torch_library, "traced")):
         usual = getattr(place, name)
 
         def slow(op: Any, *args: Any, usual: Any = usual, name: str = name) -> Any:

@@ -10,7 +10,7 @@ import torch
 from .support.gemm import COLUMNWISE, check
 from .support.triton import DEVICE
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.gemm import bind, tiled
 
@@ -58,7 +58,7 @@ def test_few_columns(n: int) -> None:
 def test_one_float32_column_behind_a_relu_is_left_to_pytorch(
     name: str, dtype: torch.dtype, columns: int, served: bool
 ) -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     x, w = torch.ones(6, 8, dtype=dtype), torch.ones(columns, 8, dtype=dtype)
     vectors = [torch.ones(columns, dtype=dtype) for _ in range(4)]
     arguments: dict[str, list[Any]] = {

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.core.argument_checks import broadcast
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.kernels.triton_runtime import launch, toolchain
 from tensorlogic.system import process
 
@@ -175,10 +175,10 @@ def test_nothing_is_collected_while_candidates_are_imported(
         seen.append(gc.isenabled())
         return []
 
-    monkeypatch.setattr(registry, "_READY", set())
+    monkeypatch.setattr(candidate_loading, "_READY", set())
     monkeypatch.setattr(importlib.metadata, "entry_points", found)
     assert gc.isenabled()
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     assert seen == [False]
     assert gc.isenabled()
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.plans.environment import environment
 from tensorlogic.plans.plan import Plan
 from tensorlogic.plans.store import PlanStore
@@ -127,7 +127,7 @@ def test_layouts_of_one_kind_are_alike() -> None:
 
 
 def test_normal_keys_are_keys_of_their_ops() -> None:
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     for op in OPS.values():
         for case in op.cases() if not op.internal else ():
             args = [*case, False] if op.gradient is not None else [*case]

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic import call_cache, dispatch, library
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
+from tensorlogic.dispatch import call_cache as dispatch_call_cache
+from tensorlogic.dispatch import dispatcher, torch_library
 
 Roads = Counter[str]
 
@@ -41,7 +42,11 @@ def roads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Roads]:
 
         monkeypatch.setattr(place, name, road)
 
-    for place, name in ((dispatch, "call"), (dispatch, "composition"), (library, "traced")):
+    for place, name in (
+        (dispatcher, "call"),
+        (dispatcher, "composition"),
+        (torch_library, "traced"),
+    ):
         counted(place, name)
     policy.forget_entries()
     yield seen
@@ -276,7 +281,7 @@ def test_inputs_that_were_converted_are_not_mistaken_for_the_converted(roads: Ro
 
 
 def test_many_shapes_do_not_grow_without_end(roads: Roads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 32)
+    monkeypatch.setattr(dispatch_call_cache, "MOST_ENTRIES", 32)
     entries = policy.current().entries
     for n in range(100):
         assert tensorlogic.relu(torch.ones(n)).shape == (n,)

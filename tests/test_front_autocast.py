@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import binding
 from tensorlogic.core import policy
 from tensorlogic.core.op import Op
+from tensorlogic.dispatch import bound_call
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -25,7 +25,7 @@ def test_calls_under_autocast_become_warm_and_follow_its_dtype(
         return tensorlogic.linear(x, weight, bias, activation="relu")
 
     misses: list[str] = []
-    chosen = binding.Bound
+    chosen = bound_call.Bound
 
     def counted(op: Op, *args: Any, **kwargs: Any) -> Any:
         misses.append(op.name)
@@ -38,7 +38,7 @@ def test_calls_under_autocast_become_warm_and_follow_its_dtype(
                 expected = torch.relu(torch.nn.functional.linear(x, weight, bias))
                 first = call()
                 with monkeypatch.context() as patch:
-                    patch.setattr(binding, "Bound", counted)
+                    patch.setattr(bound_call, "Bound", counted)
                     again = call()
                 assert torch.is_autocast_enabled("cpu")
             for out in (first, again):
@@ -55,13 +55,13 @@ def test_calls_under_autocast_become_warm_and_follow_its_dtype(
 
 def test_a_registered_op_is_bound_once_for_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[str] = []
-    chosen = binding.Bound
+    chosen = bound_call.Bound
 
     def counted(op: Op, *args: Any, **kwargs: Any) -> Any:
         bound.append(op.name)
         return chosen(op, *args, **kwargs)
 
-    monkeypatch.setattr(binding, "Bound", counted)
+    monkeypatch.setattr(bound_call, "Bound", counted)
     x, y = torch.randn(4, 6), torch.randn(4, 6)
     for _ in range(3):
         assert torch.equal(torch.ops.tensorlogic.add_relu(x, y, False), torch.relu(x + y))

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import tensorlogic as t
-from tensorlogic import binding, call_cache
 from tensorlogic.autotune import background_tuning
 from tensorlogic.core import policy
+from tensorlogic.dispatch import bound_call
+from tensorlogic.dispatch import call_cache as dispatch_call_cache
 
 X, W, ROW, MASK = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4), torch.zeros(8, 8)
 
@@ -76,14 +77,14 @@ def test_what_is_no_tensor_yet_is_chosen_for_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     CALLS[name]()
-    monkeypatch.setattr(binding, "Bound", lambda *_: pytest.fail("chosen again"))
+    monkeypatch.setattr(bound_call, "Bound", lambda *_: pytest.fail("chosen again"))
     CALLS[name]()
 
 
 def test_shapes_without_end_leave_a_bounded_number_of_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(dispatch_call_cache, "MOST_ENTRIES", 10)
     monkeypatch.setattr(background_tuning, "MOST", 10)
     for n in range(1, 40):
         t.relu(torch.ones(n))

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.core.key import Key
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.kernels.gemm import bind
 from tensorlogic.native import cpu_library
 from tensorlogic.ops.layer_norm_linear import (
@@ -33,7 +33,7 @@ from tensorlogic.ops.layer_norm_linear import (
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-registry.ready(DEVICE.type)
+candidate_loading.ready(DEVICE.type)
 M, K, N, EPS = 33, 48, 40, 1e-5
 NEEDS = ("11111", "10000", "00010", "01000", "00011", "11100")
 

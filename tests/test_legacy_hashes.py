@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import registry, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading, selector
 from tensorlogic.kernels.mixed_precision.data_statistics import Statistics
 from tensorlogic.mixed_precision.error_statistics import Known
 from tensorlogic.plans import file_format, open_stores
@@ -219,7 +219,7 @@ def test_most_of_the_table_is_of_today() -> None:
     """Who moves code or renames candidates runs tools/rehash_plans.py; a candidate whose code changes keeps its row."""
     pytest.importorskip("triton")
     for device in ("cuda", "cpu", "mps"):
-        registry.ready(device)
+        candidate_loading.ready(device)
     table, known = plans_legacy_hashes._table(), twins()
     assert table.keys() <= known.keys()
     rows = [(known[name], row) for name, own in table.items() for row in own.values()]

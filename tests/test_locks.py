@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import registry
 from tensorlogic.autotune import background_tuning
 from tensorlogic.core import weight_cache
 from tensorlogic.cuda_graphs.replay import Line
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.native import call_extension, cpu_library, hook_extension
 from tensorlogic.plans import open_stores
 from tensorlogic.program import serve
@@ -26,7 +26,7 @@ LOCKS: dict[str, tuple[Any, str]] = {
     "derived": (weight_cache, "_LOCK"),
     "hooks": (hook_extension, "_lock"),
     "native": (cpu_library, "_lock"),
-    "registry": (registry, "_LOCK"),
+    "registry": (candidate_loading, "_LOCK"),
     "stores": (open_stores, "_LOCK"),
     "serve": (serve, "_REFRESHING"),
     "streams": (thread_output, "TURN"),

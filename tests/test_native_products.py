@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.core import dtypes
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.kernels.cpu import cost_model
 from tensorlogic.kernels.cpu import gemm as cpu_gemm
 from tensorlogic.measure.verification import Checker
@@ -267,7 +267,7 @@ def test_bad_products_are_named(call: Any, message: str) -> None:
 
 
 def test_strided_vectors_of_layer_norm_are_served_whoever_would_be_chosen() -> None:
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     key = OPS["layer_norm_linear"].key
     x, w, b = torch.randn(64, 8), torch.randn(16, 8), torch.randn(16)
     for gamma in (torch.randn(8), torch.randn(16)[::2], None):
@@ -291,7 +291,7 @@ def test_pytorchs_product_of_halves_behind_a_pass_of_ours(
     name: str, dtype: str, sooner: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offered where PyTorch multiplies halves as such, first where that is expected to be faster, and right in the op's own dtype."""
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     monkeypatch.setattr(cost_model, "half_is_slow", lambda dtype: dtype == "f16")
     monkeypatch.setattr(cost_model, "torch_us", lambda *_: 10.0)
     monkeypatch.setattr(cost_model, "native_us", lambda *_, wide=False: 20.0 if sooner else 5.0)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import attention_scores, neighbours, registry
+from tensorlogic import attention_scores
 from tensorlogic.core import policy as core_policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading, nearest_plans
 from tensorlogic.plans.plan import Evidence, Plan
 from tensorlogic.system import hardware
 
@@ -37,7 +38,7 @@ def scores(rows: int, columns: int, depth: int = 64) -> Key:
 
 def measured(key: Key, id: str, config: dict[str, Any], **others: float) -> Plan:
     """A plan by which `id` takes half of eager's 20 us, and others what they are said to."""
-    registry.ready("cuda", SCORES)
+    candidate_loading.ready("cuda", SCORES)
     times = {id: 10.0} | {EAGER: 20.0} | {f"triton.{name}": us for name, us in others.items()}
     if id == EAGER:
         times[EAGER] = 10.0
@@ -49,7 +50,7 @@ def measured(key: Key, id: str, config: dict[str, Any], **others: float) -> Plan
 
 
 def lent(key: Key, *plans: Plan) -> tuple[str, dict[str, Any]]:
-    found = neighbours.lent(SCORES, key, plans, {"torch": "2", "driver": ""})
+    found = nearest_plans.lent(SCORES, key, plans, {"torch": "2", "driver": ""})
     assert found is not None
     assert found[0] == found[1]
     return found[1][0], dict(found[1][1])
@@ -118,6 +119,6 @@ def test_callers_wait_for_the_host_as_well_even_where_it_was_not_measured() -> N
     assert {id: us for id, (us, _) in runs.items()} == {
         "triton.scores": 10.0, EAGER: 20.0, "triton.after_product": 20.0,
     }  # fmt: skip
-    found = neighbours.lent(SCORES, scores(500, 500), [plan], {"torch": "2", "driver": ""})
+    found = nearest_plans.lent(SCORES, scores(500, 500), [plan], {"torch": "2", "driver": ""})
     assert found is not None
     assert (found[0][0], found[1][0]) == ("triton.scores", "triton.after_product")

@@ -15,10 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tensorlogic import dispatch
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import dispatcher
 from tensorlogic.kernels.gemm import bind
 from tensorlogic.kernels.triton_runtime import config_check
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
@@ -67,7 +67,7 @@ def met() -> dict[str, list[Key]]:
             if op.gradient is not None:
                 leaves = [a.requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]  # fmt: skip
                 with policy.use(watching):
-                    dispatch.call(op, tuple(leaves)).sum().backward()
+                    dispatcher.call(op, tuple(leaves)).sum().backward()
     for key in list(found["softmax_cross_entropy"].values()):
         if (joined := together.of_forward(key)) is not None:
             found[joined[0].name][joined[1].text] = joined[1]

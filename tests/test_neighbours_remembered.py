@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic import neighbours, selector
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
+from tensorlogic.dispatch import nearest_plans
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.plans import open_stores, store
 from tensorlogic.plans.store import PlanStore
 
@@ -27,13 +28,13 @@ def test_neighbours_are_asked_once_until_plans_or_candidates_change(
 ) -> None:
     """A model's layers ask for one key again and again: a transformer's twelve did so 168 times for four."""
     asked: list[str] = []
-    lent = neighbours.lent
+    lent = nearest_plans.lent
 
     def counted(op: Any, key: Key, *more: Any) -> Any:
         asked.append(key.text)
         return lent(op, key, *more)
 
-    monkeypatch.setattr(neighbours, "lent", counted)
+    monkeypatch.setattr(nearest_plans, "lent", counted)
     x, own = torch.randn(96, 64), key_of(torch.randn(96, 64)).text
     put(plan(key_of(torch.randn(128, 64)), "toy.a"))
     for _ in range(3):
@@ -74,7 +75,7 @@ def test_what_failed_for_a_moment_is_asked_again(served: Served) -> None:
     key = key_of(torch.randn(96, 64))
 
     def block() -> Any:
-        return selector.decide(RELU, key, CPU, policy.current()).eager[1]["BLOCK"]
+        return dispatch_selector.decide(RELU, key, CPU, policy.current()).eager[1]["BLOCK"]
 
     assert block() == 7
     broken[0] = False

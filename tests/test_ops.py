@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import dispatcher
 from tensorlogic.system import hardware
 
 from .helpers import FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
@@ -167,7 +167,7 @@ def test_gradcheck_of_reference(name: str) -> None:
         rest = iter(given)
         args = [next(rest) if isinstance(a, Tensor) and a.requires_grad else a for a in case]
         return (
-            dispatch.composition(op, args)
+            dispatcher.composition(op, args)
             if op.baseline is None
             else op.reference(*full(op, args, True))[0]
         )

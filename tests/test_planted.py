@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import selector
 from tensorlogic.autotune import background_tuning
 from tensorlogic.core import policy
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.plans import open_stores
 from tensorlogic.plans.environment import environment
 from tensorlogic.plans.lockfile import export_lockfile
@@ -106,7 +106,7 @@ def test_forcing_one_raises_its_reason_or_falls_back(install: Install, name: str
     with tensorlogic.policy(force=f"planted.{name}"):
         if WRONG[name][1].startswith(("wrong", "has", "a later", "declined", "changed")):
             with pytest.raises(
-                selector.Refused, match=r"refused on linear inference x=f16\[8,64\]"
+                dispatch_selector.Refused, match=r"refused on linear inference x=f16\[8,64\]"
             ):
                 tensorlogic.linear(x, w, b)
         else:
@@ -128,7 +128,7 @@ def test_one_that_is_right_for_a_neighbour_serves_only_that(install: Install) ->
         with tensorlogic.policy(tune=tune):
             assert_right(tensorlogic.linear(*odd), *odd)
             near = inputs(m=16, n=16)  # a kin of the measured key
-            choice = selector.decide(OPS["linear"], key(*near), CPU, policy.current())
+            choice = dispatch_selector.decide(OPS["linear"], key(*near), CPU, policy.current())
             assert not choice.eager[0].startswith("planted")
 
 
@@ -175,7 +175,7 @@ def test_one_that_is_wrong_on_unaligned_memory_never_sees_it(install: Install) -
     assert shifted.data_ptr() & 15
     with tensorlogic.policy(force="planted.picky"):
         assert_right(tensorlogic.linear(x, w, b), x, w, b)
-        with pytest.raises(selector.Refused):
+        with pytest.raises(dispatch_selector.Refused):
             tensorlogic.linear(shifted, w, b)
     (plan,) = tensorlogic.tune(tensorlogic.linear, x, w, b).plans
     plan.eager = plan.captured = "planted.picky"

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch, registry, selector
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading, dispatcher
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import verification
 from tensorlogic.plans import open_stores
 
@@ -51,7 +52,7 @@ def test_an_output_that_is_an_input_is_refused(install: Install) -> None:
     x = torch.rand(32)
     with tensorlogic.policy(force="planted.alias"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "sample", lambda key, name, spec, device, g: torch.rand(32, generator=g))
-        with pytest.raises(selector.Refused, match="shares memory with its input x"):
+        with pytest.raises(dispatch_selector.Refused, match="shares memory with its input x"):
             tensorlogic.relu(x)
 
 
@@ -81,7 +82,7 @@ def test_a_candidate_id_is_checked(install: Install) -> None:
         op.candidate(EAGER)(lambda x, save: (x,))
     with pytest.raises(ValueError, match=r"must read 'provider\.strategy'"):
         op.candidate("planted")(lambda x, save: (x,))
-    assert dispatch.call(op, (torch.ones(2),)).tolist() == [1, 1]
+    assert dispatcher.call(op, (torch.ones(2),)).tolist() == [1, 1]
 
 
 def test_gradients_that_pass_through_unchanged_are_no_misuse() -> None:
@@ -95,7 +96,7 @@ def test_gradients_that_pass_through_unchanged_are_no_misuse() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_sum_of_sample_inputs_cancels_by_luck(dtype: torch.dtype) -> None:
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     for name, shape, dim in (("sum", (59,), (0,)), ("mean", (64, 33), (1,))):
         key = OPS[name].key((torch.empty(shape, dtype=dtype), dim, False, False), "inference")
         for seed in range(64):

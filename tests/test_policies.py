@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import dispatch, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER, Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import decision, dispatcher
 from tensorlogic.system import settings
 
 from .support.plans import RELU, Served, key_of, plan, put
@@ -163,7 +163,7 @@ def test_forcing_an_unknown_candidate_falls_back_to_eager(served: Served) -> Non
     x = torch.tensor([-1.0, 2.0])
     with tensorlogic.policy(force="nobody.nothing"):
         assert tensorlogic.relu(x).tolist() == [0, 2]
-    assert dispatch.call(RELU, (x,)).tolist() == [0, 2]
+    assert dispatcher.call(RELU, (x,)).tolist() == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_forcing_what_does_not_exist_is_said(
         tensorlogic.policy(force={"rleu": EAGER}),
     ):
         pass
-    monkeypatch.setattr(selector, "_SAID", set())
+    monkeypatch.setattr(decision, "_SAID", set())
     x = torch.randn(8)
     with tensorlogic.policy(force="torch.eagre"):
         assert torch.equal(tensorlogic.relu(x), torch.relu(x))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.mixed_precision import adaptive, error_statistics
 from tensorlogic.system import hardware
 
@@ -130,7 +130,7 @@ def test_hardware_without_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_hidden_outlier_does_not_break_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """One element in a row that no sketch meets takes all steps of int8 for itself: the way sees it, the guard is told."""
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS["matmul"].precise
     assert op is not None
     monkeypatch.setattr(

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import dispatch
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import dispatcher
 from tensorlogic.system import hardware
 
 from .helpers import PUBLIC, reference, runnable
@@ -219,7 +219,7 @@ def test_random_calls_match_float64(name: str) -> None:
             plain = op.reference(*leaves(op, case), *([False] if op.gradient else []))[0]
             before = [a.clone() if isinstance(a, Tensor) else a for a in case]
             with tensorlogic.policy(force=id):
-                out = dispatch.call(op, tuple(leaves(op, case)))
+                out = dispatcher.call(op, tuple(leaves(op, case)))
         assert out.stride() == plain.stride() or not out.numel(), (id, out.stride(), plain.stride())
         verdict = tolerance.judge((out,), (plain,), (want,))
         assert verdict, f"{id}: {verdict.reason}"
@@ -235,7 +235,7 @@ def _check_gradients(op: Op, id: str, case: list[Any], want: Tensor) -> None:
     dy = torch.randn(want.shape)
     mine, wide = leaves(op, case), leaves(op, case, wide=True)
     with tensorlogic.policy(force=id):
-        got = gradients(dispatch.call(op, tuple(mine)), mine, dy)
+        got = gradients(dispatcher.call(op, tuple(mine)), mine, dy)
     refs = gradients(op.reference(*wide, True)[0], wide, dy.double())
     for g, r in zip(got, refs, strict=True):
         assert (g is None) == (r is None)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import recording, registry, selector
 from tensorlogic.autotune import tuner
 from tensorlogic.core import policy as policies
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import autograd_overhead, candidate_loading
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.kernels.cpu import cost_model
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
-registry.ready("cpu")
+candidate_loading.ready("cpu")
 RELU = OPS["relu"]
 
 
@@ -53,9 +54,9 @@ def test_unmeasured_short_calls_are_expected_to_pay_for_it() -> None:
         recorded = OPS[op].key((*args, True), "forward")
         plain = OPS[op].key((*args, False), "inference")
         open_stores.forget()
-        assert selector.decide(OPS[op], recorded, CPU, policy).eager[0] == EAGER
+        assert dispatch_selector.decide(OPS[op], recorded, CPU, policy).eager[0] == EAGER
         if cpu_library.calls_available() is None:
-            assert selector.decide(OPS[op], plain, CPU, policy).eager[0] != EAGER
+            assert dispatch_selector.decide(OPS[op], plain, CPU, policy).eager[0] != EAGER
 
 
 def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() -> None:
@@ -66,7 +67,7 @@ def test_unmeasured_products_are_expected_to_pay_for_it_less_what_they_fuse() ->
     def serves(op: str, *args: object, direction: str) -> str:
         open_stores.forget()
         key = OPS[op].key((*args, direction == "forward"), direction)
-        found = selector.decide(OPS[op], key, CPU, policy).eager
+        found = dispatch_selector.decide(OPS[op], key, CPU, policy).eager
         return found[0]
 
     assert serves("matmul", x, w, "none", direction="forward") == EAGER
@@ -83,9 +84,9 @@ def test_a_thread_that_must_be_woken_counts(sleeps: bool, monkeypatch: pytest.Mo
 
 
 def test_the_cost_is_measured() -> None:
-    recording._measured.cache_clear()
+    autograd_overhead._measured.cache_clear()
     with torch.no_grad():
-        extra = recording.extra_us()
+        extra = autograd_overhead.extra_us()
     assert 0 < extra < 1000
     assert tuner.AUTOGRAD_OVERHEAD_US() == extra  # by which studies count it
     x = torch.ones(1, requires_grad=True)

@@ -12,12 +12,14 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
-from tensorlogic import binding, registry, selector
 from tensorlogic.core import policy as core_policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
 from tensorlogic.core.tolerance import Verdict
+from tensorlogic.dispatch import bound_call, candidate_loading
+from tensorlogic.dispatch import decision as dispatch_decision
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import timer
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.plans import open_stores
@@ -179,7 +181,7 @@ def test_what_is_timed_is_what_will_run() -> None:
 def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:
     a = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
     b = torch.randn(2, 8, 4, 4)
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     key = tensorlogic.add_relu.fused.key((a, b, False), "inference")  # type: ignore[attr-defined]
     unfit = [c for c in tensorlogic.add_relu.fused.candidates.values() if c.unfit(key)]  # type: ignore[attr-defined]
     if not unfit:
@@ -191,13 +193,13 @@ def test_a_candidate_is_not_forced_on_what_it_cannot_run() -> None:
     torch.testing.assert_close(run(a, b), torch.relu(a + b))
     with pytest.MonkeyPatch.context() as patch:
         asked: list[str | None] = []
-        bound = binding.Bound.__init__
+        bound = bound_call.Bound.__init__
 
-        def seen(self: binding.Bound, *given: Any) -> None:
+        def seen(self: bound_call.Bound, *given: Any) -> None:
             asked.append(given[-1].force)
             bound(self, *given)
 
-        patch.setattr(binding.Bound, "__init__", seen)
+        patch.setattr(bound_call.Bound, "__init__", seen)
         sites.bind("call", tensorlogic.add_relu, (a, b))
     assert asked == [policy.force]
 
@@ -206,18 +208,18 @@ def test_a_forced_forward_leaves_its_backward_to_the_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, w = (torch.randn(n, 32, requires_grad=True) for n in (16, 8))
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     op = tensorlogic.linear.fused  # type: ignore[attr-defined]
     ready = (*tensorlogic.linear.__wrapped__(x, w, None, None, "relu"), True)  # type: ignore[attr-defined]
     fits = [c.id for c in op.candidates.values() if c.unfit(op.key(ready, "forward")) is None]
     asked: list[core_policy.Policy] = []
-    bound = binding.Bound.__init__
+    bound = bound_call.Bound.__init__
 
-    def seen(self: binding.Bound, *given: Any) -> None:
+    def seen(self: bound_call.Bound, *given: Any) -> None:
         asked.append(given[-1])
         bound(self, *given)
 
-    monkeypatch.setattr(binding.Bound, "__init__", seen)
+    monkeypatch.setattr(bound_call.Bound, "__init__", seen)
     for id in fits:
         run = Sites({"call": id}).bind("call", tensorlogic.linear, (x, w, None, None, "relu"))
         assert run is not None
@@ -231,12 +233,12 @@ def test_a_forced_forward_leaves_its_backward_to_the_plans(
 def test_a_call_that_waited_for_no_compiler_does_not_later(monkeypatch: pytest.MonkeyPatch) -> None:
     hurried: list[bool] = []
 
-    def decide(*_: Any) -> selector.Decision:
+    def decide(*_: Any) -> dispatch_decision.Decision:
         hurried.append(compile_pool.in_a_hurry())
-        source = selector.AT_HAND if hurried[-1] else "neighbour"
-        return selector.Decision(("torch.eager", {}), ("torch.eager", {}), source)
+        source = dispatch_decision.AT_HAND if hurried[-1] else "neighbour"
+        return dispatch_decision.Decision(("torch.eager", {}), ("torch.eager", {}), source)
 
-    monkeypatch.setattr(selector, "decide", decide)
+    monkeypatch.setattr(dispatch_selector, "decide", decide)
     sites, args = Sites(), (torch.randn(16, 32), torch.randn(8, 32), None, None, "relu")
     with compile_pool.hurried():
         sites.bind("call", tensorlogic.linear, args)
@@ -362,8 +364,8 @@ def test_kernels_of_the_plan_and_of_its_rivals_are_known_before_they_are_bound(
     monkeypatch.setattr(op, "candidates", own)
     x = torch.randn(4, 8)
     key = op.key((x, x, None, None, "none", False), "inference")
-    plan = selector.Decision(("b", {"n": 2}), ("broken", {}), "plan")
-    monkeypatch.setattr(selector, "decide", lambda *_: plan)
+    plan = dispatch_decision.Decision(("b", {"n": 2}), ("broken", {}), "plan")
+    monkeypatch.setattr(dispatch_selector, "decide", lambda *_: plan)
     complete = False
     monkeypatch.setattr(early.measure_key, "complete", lambda *_: complete)
     assert early.jobs(op, key, x.device) == ["b2"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import registry
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.system import hardware
 
 pytestmark = pytest.mark.skipif(hardware.triton_missing() is not None, reason="needs Triton")
@@ -26,7 +26,7 @@ PROGRAM = """
 import json, os, sys
 from dataclasses import replace
 import torch, triton
-from tensorlogic import registry, selector
+from tensorlogic.dispatch.dispatcher import candidate_loading as registry, selector
 from tensorlogic.core.op import OPS
 
 def seen():
@@ -91,7 +91,7 @@ def found() -> dict[str, Any]:
 
 
 def kin(name: str) -> str:
-    return registry._kin(OPS[name].reference.__module__)
+    return candidate_loading._kin(OPS[name].reference.__module__)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -130,14 +130,14 @@ def test_ops_of_others_load_everything() -> None:
         "tensorlogic.core.op",
         "x.tensorlogic.ops.y",
     ):
-        assert registry._kin(module) == ""
+        assert candidate_loading._kin(module) == ""
 
 
 def test_packages_name_their_files_or_call_them_by_what_they_serve() -> None:
-    folders = [folder for folders in registry.FOLDERS for folder in folders]
-    for device, starts in registry.FILES.items():
+    folders = [folder for folders in candidate_loading.FOLDERS for folder in folders]
+    for device, starts in candidate_loading.FILES.items():
         for folder in folders:
-            named = registry.files(folder, device)
+            named = candidate_loading.files(folder, device)
             begin = {
                 m.name for m in pkgutil.iter_modules(folder.__path__) if m.name.startswith(starts)
             }
@@ -156,8 +156,8 @@ def test_files_that_a_package_does_not_name_come_by_device(tmp_path: Path) -> No
         (tmp_path / f"{name}.py").touch()
     folder = ModuleType("folder")
     folder.__path__ = [str(tmp_path)]
-    assert registry.files(folder, "cuda") == ["triton", "triton_a", "triton_b", "cublaslt"]
-    assert registry.files(folder, "cpu") == ["cpu"]
+    assert candidate_loading.files(folder, "cuda") == ["triton", "triton_a", "triton_b", "cublaslt"]
+    assert candidate_loading.files(folder, "cpu") == ["cpu"]
     folder.CANDIDATES = {"cuda": ("cublaslt", "triton")}  # type: ignore[attr-defined]
-    assert registry.files(folder, "cuda") == ("cublaslt", "triton")
-    assert registry.files(folder, "mps") == ["metal"]
+    assert candidate_loading.files(folder, "cuda") == ("cublaslt", "triton")
+    assert candidate_loading.files(folder, "mps") == ["metal"]

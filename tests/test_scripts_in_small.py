@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from tensorlogic import registry
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.native import cpu_library
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(BENCHMARKS / "device")
     module = importlib.import_module("huge")
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     sizes = {"DEVICE": torch.device("cpu"), "OURS": ("cpu.",), "MANY": 1 << 14}
     for name, value in {**sizes, "ROWS": 200, "COLUMNS": 330, "LONG": 7000}.items():
         monkeypatch.setattr(module, name, value)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import neighbours, selector
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER, Candidate, Config
 from tensorlogic.core.key import Key
+from tensorlogic.dispatch import decision, nearest_plans
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
 from tensorlogic.plans import store as plans
@@ -34,7 +35,7 @@ TILES = {"products": ({"BLOCK_M": 64},)}
 
 def source(x: Tensor, **changes: Any) -> str:
     with tensorlogic.policy(**changes):
-        return selector.decide(RELU, key_of(x), CPU, policy.current()).source
+        return dispatch_selector.decide(RELU, key_of(x), CPU, policy.current()).source
 
 
 def test_order_forced_stored_neighbour_guess_eager(served: Served) -> None:
@@ -69,17 +70,17 @@ def test_in_a_hurry_nothing_is_compiled_for_what_nobody_has_measured(
     RELU.candidates["toy.a"] = replace(RELU.candidates["toy.a"], **compiles)
     RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], guess=lambda key: 0.2)
     with compile_pool.hurried():
-        assert decided(x) == (selector.AT_HAND, "toy.b")
+        assert decided(x) == (decision.AT_HAND, "toy.b")
     assert decided(x) == ("cost model", "toy.a")
     put(plan(key_of(other), "toy.a"))
     with compile_pool.hurried():
-        assert decided(x) == (selector.AT_HAND, "toy.b")
+        assert decided(x) == (decision.AT_HAND, "toy.b")
         tensorlogic.relu(x)
     tensorlogic.relu(x)
     assert served == ["toy.b", "toy.a"]  # nothing of the hurry is kept
     with compile_pool.hurried():
         RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], **compiles)
-        assert decided(x) == (selector.AT_HAND, EAGER)
+        assert decided(x) == (decision.AT_HAND, EAGER)
         with monkeypatch.context() as patch:
             patch.setattr(compile_pool, "_own", {"kernel"})  # as if it had been compiled
             assert decided(x)[0].startswith("neighbour relu inference x=f32[128,64]")
@@ -150,7 +151,7 @@ def test_a_neighbour_is_followed_where_its_gain_outweighs_its_distance(
         )
     )
     asked = key_of(torch.randn(rows, 64) if rows != 128 else torch.randn(136, 64))
-    found = selector.decide(RELU, asked, CPU, policy.current())
+    found = dispatch_selector.decide(RELU, asked, CPU, policy.current())
     assert found.source.startswith("neighbour")
     assert (found.eager[0], found.captured[0]) == (who, who)
 
@@ -233,7 +234,7 @@ def test_a_neighbour_is_followed_to_the_closest_configuration_of_this_key(
     )
     put(replace(plan(key_of(other), "toy.tiled"), eager_config=planned))
     with tensorlogic.policy(tune="off"):
-        found = selector.choose(RELU, key_of(x), (x,), policy.current())
+        found = dispatch_selector.choose(RELU, key_of(x), (x,), policy.current())
     assert (found.candidate.id, found.config) == ("toy.tiled", served_by)
 
 
@@ -244,7 +245,7 @@ def test_a_configuration_of_the_same_sizes_is_taken_as_it_is_and_one_unlike_all_
 
     def chosen(own: list[Config], planned: Config, same: bool) -> Config:
         ranked = replace(toy("toy.ranked", []), configs=lambda key: own)
-        return neighbours.closest(ranked, key, planned, same)
+        return nearest_plans.closest(ranked, key, planned, same)
 
     ranks = [{"rank": i} for i in range(3)]
     assert chosen(ranks, {"rank": 2}, same=True) == {"rank": 2}
@@ -284,7 +285,7 @@ def test_ranks_are_borrowed_where_the_software_is_the_same(
     store = plans.PlanStore(tmp_path, here)
     monkeypatch.setattr(store, "_read", lambda: ({}, {}, {key.text: lent.to_json()}))
     monkeypatch.setattr(open_stores, "current", lambda device: store)
-    found = selector.decide(RELU, key, CPU, policy.current())
+    found = dispatch_selector.decide(RELU, key, CPU, policy.current())
     assert found.eager == ("toy.ranked", {"rank": rank})
     assert found.source == f"neighbour {key.text}{where}"
 
@@ -314,14 +315,14 @@ def test_from_afar_a_gain_is_followed_and_a_loss_left_to_the_cost_models(served:
     ):
         store.forget(lambda _: True)
         store.put(known(rows, took))
-        found = selector.decide(RELU, asked, CPU, policy.current())
+        found = dispatch_selector.decide(RELU, asked, CPU, policy.current())
         assert found.eager[0] == who, (rows, took)
     store.put(known(64, 0.5))  # a loss nearby is heeded, whoever gains further away
-    assert selector.decide(RELU, asked, CPU, policy.current()).eager[0] == EAGER
+    assert dispatch_selector.decide(RELU, asked, CPU, policy.current()).eager[0] == EAGER
     store.forget(lambda _: True)
     store.put(known(128, 1.5))  # from afar it is not: the next neighbour is asked
     store.put(known(64, 0.5))
-    assert selector.decide(RELU, asked, CPU, policy.current()).eager[0] == "toy.a"
+    assert dispatch_selector.decide(RELU, asked, CPU, policy.current()).eager[0] == "toy.a"
 
 
 def test_a_plan_of_other_tensors_or_flags_is_nobodys_neighbour(served: Served) -> None:
@@ -333,7 +334,7 @@ def test_a_plan_of_other_tensors_or_flags_is_nobodys_neighbour(served: Served) -
         replace(key, names=(), tensors=()),
     ):
         put(plan(other, "toy.a"))
-    assert selector.decide(RELU, key, CPU, policy.current()).source == "eager"
+    assert dispatch_selector.decide(RELU, key, CPU, policy.current()).source == "eager"
 
 
 def test_a_neighbours_configuration_serves_where_none_is_listed(served: Served) -> None:
@@ -346,7 +347,7 @@ def test_a_neighbours_configuration_serves_where_none_is_listed(served: Served) 
     RELU.add(replace(toy("toy.unlisted", []), sources=(len,), configs=listed))
     put(replace(plan(key_of(other), "toy.unlisted"), eager_config={"tile": 512}))
     with tensorlogic.policy(tune="off"):
-        found = selector.choose(RELU, key_of(x), (x,), policy.current())
+        found = dispatch_selector.choose(RELU, key_of(x), (x,), policy.current())
     assert (found.candidate.id, found.config) == ("toy.unlisted", {"tile": 512})
 
 
@@ -488,27 +489,27 @@ def test_tune_meets_the_backward_keys_of_a_training_step() -> None:
 
 def test_the_first_fixed_decision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two threads that meet a key at once under `deterministic=True`, both are served by one decision."""
-    fixed = selector._fixed
-    other = selector.Decision(("torch.eager", {}), ("torch.eager", {}), "of the other thread")
+    fixed = dispatch_selector._fixed
+    other = decision.Decision(("torch.eager", {}), ("torch.eager", {}), "of the other thread")
     found = list[Any]()
 
     def slow(op: Any, key: Any, store: Any, source: str) -> Any:
         mine = fixed(op, key, store, source)
-        monkeypatch.setattr(selector, "_fixed", lambda *_: other)
+        monkeypatch.setattr(dispatch_selector, "_fixed", lambda *_: other)
         device = torch.device("cpu")
         thread = threading.Thread(
-            target=lambda: found.append(selector._lasting(op, key, device, store))
+            target=lambda: found.append(dispatch_selector._lasting(op, key, device, store))
         )
         thread.start()
         thread.join()
         found.append(mine)
         return mine
 
-    selector.FIXED.clear()
-    monkeypatch.setattr(selector, "_fixed", slow)
+    decision.FIXED.clear()
+    monkeypatch.setattr(dispatch_selector, "_fixed", slow)
     with tensorlogic.policy(deterministic=True):
         tensorlogic.add(torch.ones(5, 3), torch.ones(5, 3))
-    (stays,) = selector.FIXED.values()
+    (stays,) = decision.FIXED.values()
     assert found[0] is stays
     assert found[1] is not stays
-    selector.FIXED.clear()
+    decision.FIXED.clear()

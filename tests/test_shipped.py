@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.core.activations import activate
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.plans import file_format, open_stores, store
 from tensorlogic.plans.environment import Environment, environment
 from tensorlogic.plans.lockfile import export_lockfile
@@ -35,7 +35,7 @@ def packaged(path: Path) -> list[Plan]:
 def test_packaged_plans_are_whole_and_of_the_device_they_name(path: Path) -> None:
     about = Environment.from_json(file_format.read(path).environments["cuda"])
     assert about.device.lower().replace(" ", "-") == path.stem
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
     names = {"torch.eager"} | {c for op in OPS.values() for c in op.candidates}
     for plan in packaged(path):
         assert plan.key.op in OPS
@@ -48,7 +48,7 @@ def test_packaged_plans_are_whole_and_of_the_device_they_name(path: Path) -> Non
 def test_packaged_plans_serve(path: Path) -> None:
     """What was measured is what runs: kernels that changed are measured anew (benchmarks/device/ship.py), or their plans taken out."""
     pytest.importorskip("triton")
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
     found = packaged(path)
     sources = {name: {c.id: c.source for c in op.candidates.values()} for name, op in OPS.items()}
     serve = [plan for plan in found if plan.valid(sources[plan.key.op])]
@@ -64,7 +64,7 @@ def test_the_first_call_on_the_device_takes_the_shipped_plan(
 ) -> None:
     """A CPU under the H200's name, where Triton's interpreter stands for its kernels, whose sources are today's."""
     pytest.importorskip("triton")
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     op, h200 = OPS["linear"], replace(environment(CPU), device="NVIDIA H200")
     if op.candidates["triton.tiled"].available("cpu"):
         pytest.skip("needs Triton's interpreter")

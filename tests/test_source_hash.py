@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tensorlogic import registry
 from tensorlogic.core import source_hash as core_source_hash
 from tensorlogic.core.op import OPS
 from tensorlogic.core.source_hash import DIGITS, source_hash
+from tensorlogic.dispatch import candidate_loading
 
 KERNEL = '''
 """A kernel."""
@@ -229,7 +229,7 @@ def test_our_modules_keep_their_hashes_when_they_are_copied_elsewhere(
     package: Callable[..., ModuleType],
 ) -> None:
     """Without comments, in another layout, imports by the whole path, in a package of another name."""
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     given = [c.sources for name in ("linear", "softmax") for c in OPS[name].known]
     modules = {m.__name__: m for sources in given for m in sources if isinstance(m, ModuleType)}
     assert len(modules) >= 2

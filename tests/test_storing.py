@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry, selector
 from tensorlogic.autotune import tuner
 from tensorlogic.core.candidate import EAGER, Candidate
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.kernels.cpu import output_stores
 from tensorlogic.measure import timer, verification
 from tensorlogic.native import cpu_library
@@ -31,7 +32,7 @@ LARGE = output_stores.LEAST // 2  # halves
 
 
 def op_of(name: str) -> Op:
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     return OPS[name]
 
 
@@ -128,7 +129,9 @@ def test_a_smaller_neighbour_is_stored_by_size_where_the_way_is_not_offered(
     made, small = Launched(monkeypatch), nbytes // 2 - 64
     with torch.no_grad():
         key = op_of("add_relu").key((x[:small], y[:small], False), "inference")
-        found = selector.decide(op_of("add_relu"), key, CPU, tensorlogic.core.policy.current())
+        found = dispatch_selector.decide(
+            op_of("add_relu"), key, CPU, tensorlogic.core.policy.current()
+        )
         assert found.source.startswith("neighbour")
         assert found.eager == ("cpu.fused", output_stores.configs(2 * small, asks=True)[0])
         tensorlogic.add_relu(x[:small], y[:small])

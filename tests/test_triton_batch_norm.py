@@ -14,7 +14,7 @@ from .support.triton import DEVICE
 from .support.triton import close_to_largest as close
 from .support.triton import randn as rand
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.norm import batch_norm as norm_batch_norm  # isort: skip
 from tensorlogic.kernels.elementwise import column_passes
@@ -25,7 +25,7 @@ from tensorlogic.core.key import Key  # isort: skip
 from .compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-registry.ready(DEVICE.type)
+candidate_loading.ready(DEVICE.type)
 OP, BACKWARD = OPS["linear_batch_norm_relu"], OPS["linear_batch_norm_relu_backward"]
 IDS = ("triton.held", "triton.statistics")
 SIZES = ((2, 8, 5), (67, 17, 37))

@@ -26,7 +26,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry
+from tensorlogic.dispatch import candidate_loading
 
 from tensorlogic.measure import verification  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
@@ -103,7 +103,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def candidate() -> Candidate:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     return OPS["extreme_backward"].candidates["triton.spread"]
 
 

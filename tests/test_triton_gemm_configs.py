@@ -66,10 +66,10 @@ def test_few_rows_by_many_weights_get_deeper_pipelines() -> None:
 
 
 def test_deeper_pipelines_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorlogic import registry
     from tensorlogic.core.op import OPS
+    from tensorlogic.dispatch import candidate_loading
 
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     monkeypatch.setattr(tiled, "LEAST_WEIGHTS", 1)
     op, half = OPS["linear"], {"dtype": torch.float16, "device": DEVICE}
     for m, deep in ((5, 3), (33, 2)):
@@ -102,10 +102,10 @@ def test_some_configurations_for_every_shape(size: int) -> None:
     ],
 )
 def test_strided_vectors_are_refused(name: str, vectors: tuple[int, ...]) -> None:
-    from tensorlogic import registry
     from tensorlogic.core.op import OPS
+    from tensorlogic.dispatch import candidate_loading
 
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS[name]
     case = next(iter(op.cases()))
     args = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in case]

@@ -17,7 +17,7 @@ import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core import policy
 from tensorlogic.plans import store
 
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core.candidate import EAGER
 
 from tensorlogic.core.op import OPS  # isort: skip
@@ -197,7 +197,7 @@ def test_a_key_and_its_parts() -> None:
 @pytest.mark.parametrize("id", [EAGER, "chosen.apart", "triton.marked"])
 @pytest.mark.parametrize("kind", ["relu", "add_relu"])
 def test_candidates_of_the_pair_agree(id: str, kind: str) -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS["pointwise_together"]
     a, b = rand(6, 40), rand(6, 40, seed=1) if kind == "add_relu" else None
     args = [rand(6, 40, seed=2), a, b, kind]

@@ -11,7 +11,7 @@ from .support.gemm import COLUMNWISE, check  # first: it asks for the interprete
 from .support.triton import DEVICE
 
 import tensorlogic  # isort: skip
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.gemm import gemv, tiled
 
@@ -71,7 +71,7 @@ def test_a_residual_that_is_one_number() -> None:
 
 
 def test_which_products_are_of_one_row() -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS["linear"]
 
     def asked(x: Any, w: Any) -> str | None:

@@ -16,7 +16,7 @@ from .support.triton import close_to_largest as close
 from .support.triton import nan_filled as poisoned
 from .support.triton import randn as rand
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.gemm.bind import Product  # isort: skip
 from tensorlogic.ops.linear import cublaslt_epilogue, triton_tiled  # isort: skip
@@ -28,7 +28,7 @@ from tensorlogic.kernels.gemm import padding_kernel  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 
-registry.ready(DEVICE.type)
+candidate_loading.ready(DEVICE.type)
 CONFIG = {"BLOCK_R": 4, "BLOCK_C": 16, "num_warps": 4}
 
 

@@ -34,7 +34,7 @@ import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core import policy
 from tensorlogic.plans import store
 
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core.candidate import EAGER
 
 from tensorlogic.core.op import OPS  # isort: skip
@@ -207,7 +207,7 @@ def test_a_key_and_its_parts() -> None:
 @pytest.mark.parametrize("id", [EAGER, "chosen.apart", "triton.placed"])
 @pytest.mark.parametrize("kind", EXTREMES)
 def test_candidates_of_the_pair_agree(id: str, kind: str) -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS[PAIR]
     args = [rand(6, seed=2), (2 * rand(6, 40)).round() / 2, (1,), False, kind]
     key = op.key(args, "backward")

@@ -11,7 +11,7 @@ from .support.triton import DEVICE, TOLERANCE, TORCH, default_device, rand  # no
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.measure import verification
 
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core import activations as core_activations
 from tensorlogic.kernels.gemm import spec as gemm_spec
 
@@ -80,7 +80,7 @@ def test_gradient_of_a_product_that_rounds_to_zero_is_zero() -> None:
 
 
 def test_a_product_made_again_from_its_operands_may_serve_backward() -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS["pointwise_backward"]
     args = [rand(9, dtype="f16", seed=i) for i in range(3)]
     y = torch.relu(args[1] * args[2])

@@ -16,7 +16,7 @@ from .support.triton import close_to_largest as close
 from .support.triton import nan_filled as poisoned
 from .support.triton import randn as rand
 
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.gemm import bind
 
@@ -27,7 +27,7 @@ from tensorlogic.ops.linear_batch_norm_relu import cublaslt_columns as norm_colu
 from tensorlogic.core.key import Key  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-registry.ready(DEVICE.type)
+candidate_loading.ready(DEVICE.type)
 
 FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "matrices": ((9, 20), (20, 33)),

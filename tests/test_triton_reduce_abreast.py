@@ -21,7 +21,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
@@ -90,7 +90,7 @@ def test_no_element_is_left_out(kind: str, row: int) -> None:
 
 
 def candidate(name: str) -> Candidate:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     return OPS[name].candidates["triton.abreast"]
 
 

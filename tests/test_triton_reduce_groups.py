@@ -20,7 +20,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
@@ -64,7 +64,7 @@ def test_no_element_is_left_out(kind: str, column: int) -> None:
 
 
 def candidate(name: str) -> Candidate:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     return OPS[name].candidates["triton.groups"]
 
 

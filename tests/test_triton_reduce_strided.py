@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
@@ -25,7 +25,7 @@ from tensorlogic.core.key import TensorSpec  # isort: skip
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-registry.ready(DEVICE.type)
+candidate_loading.ready(DEVICE.type)
 KINDS = ("sum", "mean", "max", "min")
 SCALE = 10.0  # of sums of small tests, whose errors are those of float32 and of rounding once
 View = tuple[Callable[[Tensor], Tensor], tuple[int, ...], tuple[int, ...]]

@@ -10,11 +10,12 @@ import torch
 from .support.triton import DEVICE, HOPPER, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
 from tensorlogic.kernels.attention_scores import (
     hopper_register_store as attention_scores_hopper_register_store,
 )  # isort: skip
+
 from .compiled import resources  # isort: skip
 
 SHAPES = (
@@ -83,7 +84,7 @@ def test_what_is_not_finite_reaches_its_rows(which: int) -> None:
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_a_scale_that_is_not_positive_is_declined() -> None:
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
     q, k = rand(1, 2, 64, 64, dtype="f16"), rand(1, 2, 128, 64, dtype="f16")
     candidate = OPS["attention_scores"].candidates["triton.direct"]
     key = OPS["attention_scores"].key([q, k, 1.0, None, False, False], "inference")

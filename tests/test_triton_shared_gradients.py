@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tensorlogic as tl
-from tensorlogic import binding, registry
 from tensorlogic.core.op import OPS, bits
+from tensorlogic.dispatch import bound_call, candidate_loading
 from tensorlogic.kernels.elementwise import broadcast_grad as elementwise_broadcast_grad
 from tensorlogic.kernels.elementwise import column_passes as elementwise_column_passes
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
@@ -78,7 +78,7 @@ def wanted(kind: str, args: list[Tensor], dy: Tensor, needs: tuple[bool, ...]) -
 
 def bound(config: dict[str, Any], *args: Any) -> Callable[..., Any]:
     """The candidate's launcher for these arguments of the backward op."""
-    registry.ready("cuda" if DEVICE.type == "cuda" else "cpu")
+    candidate_loading.ready("cuda" if DEVICE.type == "cuda" else "cpu")
     key, candidate = POINTWISE_BACKWARD.key(args, "backward"), POINTWISE_BACKWARD.candidates[ID]
     assert candidate.unfit(key) is None, candidate.unfit(key)
     return candidate.bind(key, config, DEVICE)
@@ -154,7 +154,7 @@ def test_what_a_row_holds_that_is_not_finite_stays_in_its_column() -> None:
 def test_what_is_left_to_others(shapes: tuple[tuple[int, ...], ...], reason: str) -> None:
     a, b = (rand(*s) for s in shapes)
     dy = rand(*torch.broadcast_shapes(a.shape, b.shape))
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     key = POINTWISE_BACKWARD.key((dy, a, b, None, None, "mul", "110"), "backward")
     assert reason in str(POINTWISE_BACKWARD.candidates[ID].unfit(key))
 
@@ -265,7 +265,7 @@ def test_gradients_by_each_configuration(
     given = (dy, *args, *[None] * (3 - len(args)), y if "relu" in kind else None)
     needs = (True, True, len(args) > 2)
     want = wanted(kind, args, dy, needs)
-    registry.ready("cuda" if DEVICE.type == "cuda" else "cpu")
+    candidate_loading.ready("cuda" if DEVICE.type == "cuda" else "cpu")
     key = POINTWISE_BACKWARD.key((*given, kind, bits(needs)), "backward")
     for config in POINTWISE_BACKWARD.candidates[ID].configs(key):
         assert config["parts"] == 1
@@ -343,8 +343,8 @@ def test_sizes_of_one_are_no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[Tensor] = []
     served = family.backward_call
     monkeypatch.setattr(family, "backward_call", lambda *a: met.extend(a[:3]) or served(*a))
-    monkeypatch.setattr(binding, "FOLLOWED", (DEVICE.type,))
-    monkeypatch.setattr(binding, "HEAVY_BYTES", -1.0)
+    monkeypatch.setattr(bound_call, "FOLLOWED", (DEVICE.type,))
+    monkeypatch.setattr(bound_call, "HEAVY_BYTES", -1.0)
     a, b = rand(1, 37, dtype="f32").requires_grad_(), rand(37, dtype="f32").requires_grad_()
     dy = rand(1, 37, dtype="f32")
     got = torch.autograd.grad(tl.mul(a, b), (a, b), dy)
@@ -355,7 +355,7 @@ def test_sizes_of_one_are_no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_backward_reads_again_is_not_asked_to_leave_the_cache() -> None:
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     for name in ("mul", "affine", "silu"):
         op, args = OPS[name], (a, b, a)[: {"mul": 2, "affine": 3, "silu": 1}[name]]

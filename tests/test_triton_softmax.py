@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import registry
+from tensorlogic.dispatch import candidate_loading
 
 from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     DEVICE,
@@ -82,7 +82,7 @@ def tensors() -> list[tuple[Tensor, int]]:
 @pytest.mark.parametrize("case", range(9))
 def test_every_layout_is_served(case: int) -> None:
     dtype = (torch.float32, torch.float16)[case % 2]
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     x, dim = tensors()[case]
     x = in_dtype(x, dtype)
     for op, key in softmax_keys(x, dim % x.dim()):
@@ -95,7 +95,7 @@ def test_every_layout_is_served(case: int) -> None:
 
 
 def test_elements_that_share_memory() -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS["softmax"]
     for x in (rand(1, 37).expand(4, 37), rand(4, 1).expand(4, 37)):
         key = op.key([x, 1, False], "inference")
@@ -106,7 +106,7 @@ def test_elements_that_share_memory() -> None:
 
 
 def test_what_is_left_to_others_is_named() -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     said = OPS["softmax"].candidates["triton.lines"].supports
     for x, dim, reason in (
         (torch.randn(3, 4), 1, "rows that lie together"),

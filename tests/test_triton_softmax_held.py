@@ -10,7 +10,7 @@ import torch
 
 from .support.triton import TOLERANCE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS
 
 from tensorlogic.core.key import Key  # isort: skip
@@ -125,7 +125,7 @@ def test_softmax_held_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_softmax_held_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
 
     def unfit(
         rows: int, columns: int, dtype: torch.dtype = torch.float16, op: str = "softmax"

@@ -24,7 +24,7 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
@@ -109,7 +109,7 @@ def test_no_element_is_left_out(column: int) -> None:
 
 
 def candidate(name: str) -> Candidate:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     return OPS[name].candidates["triton.shares"]
 
 

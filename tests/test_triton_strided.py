@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .support.triton import DEVICE, GUARD, TORCH, close, rand
 
-from tensorlogic import registry  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS
 
@@ -44,7 +44,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.append((whole, count))
         return whole.as_strided(shape, stride, GUARD)
 
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     monkeypatch.setattr(register, "empty", lambda device: empty)
     monkeypatch.setattr(launch_plan, "plan", lambda op, key, device, launch: launch)
     with torch.device(DEVICE):

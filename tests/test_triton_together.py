@@ -17,7 +17,7 @@ from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.plans import store
 
-from tensorlogic import registry  # isort: skip
+from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.cross_entropy import fused_backward_smem  # isort: skip
 from tensorlogic.kernels.triton_runtime import exact_exp
@@ -309,7 +309,7 @@ def test_a_forced_part_is_not_paired(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "SHIPPED", tmp_path / "none")  # a GPU's would be heard first
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     pair = OPS["softmax_cross_entropy_together"]
     likely = replace(pair.candidates["triton.together"], guess=lambda key: 0.1)
     monkeypatch.setitem(pair.candidates, "triton.together", likely)
@@ -324,7 +324,7 @@ def test_a_forced_part_is_not_paired(
 @pytest.mark.parametrize("id", ["torch.eager", "chosen.apart", "triton.together"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_candidates_of_the_pair_agree(id: str, reduction: str) -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     op = OPS["softmax_cross_entropy_together"]
     x, t = rand(2, 3, 256, dtype="f32"), torch.arange(6).view(2, 3)
     args = [torch.tensor(3.0), x, t, -100, 0.0, reduction]
@@ -448,7 +448,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_long_rows_are_held_on_hopper_only(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     monkeypatch.setattr(register, "bulk_copies", lambda: hopper)
     op, t = OPS["softmax_cross_entropy_together"], torch.arange(2)
     candidate = op.candidates["triton.together"]

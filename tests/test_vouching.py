@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry, selector, vouching
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading, decision, self_test
 from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
 
@@ -31,7 +31,7 @@ Wrong = Callable[[tuple[Any, ...], Tensor], None]
 @pytest.fixture
 def plant() -> Iterator[Callable[..., list[Key]]]:
     """plant(op, id, wrong): the candidate's outputs pass through `wrong`, it promises to win, the keys it was bound to are kept."""
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     kept: list[tuple[Op, dict[str, Any]]] = []
 
     def run(name: str, id: str, wrong: Wrong) -> list[Key]:
@@ -53,12 +53,12 @@ def plant() -> Iterator[Callable[..., list[Key]]]:
         op.candidates[id] = replace(own, bind=bind, sources=(str(wrong),), guess=lambda key: 0.1)
         return bound
 
-    vouching.forget()
+    self_test.forget()
     yield run
     for op, candidates in reversed(kept):
         op.candidates.clear()
         op.candidates.update(candidates)
-    vouching.forget()
+    self_test.forget()
     policy.forget_entries()
 
 
@@ -79,7 +79,7 @@ def nothing(dynamic: tuple[Any, ...], y: Tensor) -> None: ...
 
 def served(op: str, *args: Any) -> str:
     """The candidate that a call of these arguments is bound to."""
-    from tensorlogic.binding import bind
+    from tensorlogic.dispatch.bound_call import bind
 
     return bind(OPS[op], args, policy.current(), False).choice.candidate.id
 
@@ -90,7 +90,7 @@ def test_a_kernel_that_is_wrong_at_a_tables_end_does_not_reach_a_caller(
     plant: Any, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     plant("gelu", "cpu.fused", at_a_tables_end)
-    selector._SAID.clear()
+    decision._SAID.clear()
     x = torch.full(shape, 4.0, dtype=dtype)
     y = tensorlogic.gelu(x, approximate="tanh")
     assert torch.equal(y, torch.nn.functional.gelu(x, approximate="tanh"))
@@ -104,7 +104,7 @@ def test_a_wrong_element_of_a_product_is_seen_and_its_size_does_not_matter(plant
     assert served("linear", x, w, None, None, "none", False) == EAGER
     small = [k for k in bound if k.tensors[0].shape != x.shape]  # type: ignore[union-attr]
     assert small
-    assert all(OPS["linear"].flops(k) <= vouching.FLOPS for k in small)
+    assert all(OPS["linear"].flops(k) <= self_test.FLOPS for k in small)
 
 
 def test_what_was_found_is_kept_in_the_process_and_on_disk(
@@ -112,23 +112,23 @@ def test_what_was_found_is_kept_in_the_process_and_on_disk(
 ) -> None:
     plant("gelu", "cpu.fused", nothing)
     checks: list[Key] = []
-    usual = vouching._check
+    usual = self_test._check
     monkeypatch.setattr(
-        vouching, "_check", lambda op, kind, *a: checks.append(kind) or usual(op, kind, *a)
+        self_test, "_check", lambda op, kind, *a: checks.append(kind) or usual(op, kind, *a)
     )
     for n in (100, 401, 16_001):
         assert served("gelu", torch.randn(n), "none", False) == "cpu.fused"
     assert len(checks) == 1
     assert served("gelu", torch.randn(100).half(), "none", False) == "cpu.fused"
     assert len(checks) == 2  # of another type
-    vouching.forget()
+    self_test.forget()
     policy.forget_entries()
     assert served("gelu", torch.randn(800 + 3), "none", False) == "cpu.fused"
     assert len(checks) == 2
     open_stores.current(CPU).path.with_suffix(".checked").write_bytes(
         b"\xff\n["
     )  # not as it was written
-    vouching.forget()
+    self_test.forget()
     assert served("gelu", torch.randn(100), "none", False) == "cpu.fused"
     assert len(checks) == 3
 
@@ -153,7 +153,7 @@ def test_right_kernels_are_not_refused_for_odd_shapes(shape: tuple[int, ...]) ->
             x = torch.randn(shape).to(dtype)
             given = (x, x) if name == "div" else (x,)
             key = op.key((*given, *rest, False), "inference")
-            assert vouching.refusal(op, key, candidate, {}, CPU) is None
+            assert self_test.refusal(op, key, candidate, {}, CPU) is None
 
 
 def test_a_kind_has_the_layout_of_its_key() -> None:
@@ -171,8 +171,8 @@ def test_a_kind_has_the_layout_of_its_key() -> None:
     )
     for op, args in cases:
         key = op.key(args, "inference")
-        kind = vouching.kind_of(op, key)
-        assert vouching.kind_of(op, kind).text == kind.text
+        kind = self_test.kind_of(op, key)
+        assert self_test.kind_of(op, kind).text == kind.text
         for t, small in zip(key.tensors, kind.tensors, strict=True):
             if t is not None and small is not None:
                 assert small.layout[0] == t.layout[0]
@@ -186,8 +186,8 @@ def test_a_call_while_a_trace_is_made_is_served_by_pytorch_and_checked_later(pla
     x, met = torch.randn(100), []
 
     def traced(x: Tensor) -> Tensor:
-        with pytest.raises(vouching.Later):
-            vouching.refusal(OPS["gelu"], key, OPS["gelu"].candidates["cpu.fused"], {}, CPU)
+        with pytest.raises(self_test.Later):
+            self_test.refusal(OPS["gelu"], key, OPS["gelu"].candidates["cpu.fused"], {}, CPU)
         met.append(1)
         return tensorlogic.gelu(x)
 
@@ -210,22 +210,22 @@ def test_checking_leaves_the_callers_random_numbers_and_modes_alone(plant: Any) 
 
 
 def test_every_vouched_candidate_is_right_on_the_kinds_of_its_ops_cases() -> None:
-    registry.ready("cpu")
+    candidate_loading.ready("cpu")
     for op in OPS.values():
         for candidate in [c for c in op.candidates.values() if c.vouched]:
             for case in list(op.cases())[:4]:
                 args = (*case, False) if op.gradient is not None else tuple(case)
                 key = op.key(args, "backward" if op.internal else "inference")
-                kind = vouching.kind_of(op, key)
+                kind = self_test.kind_of(op, key)
                 if candidate.unfit(key) is None and candidate.unfit(kind) is None:
                     config = candidate.configs(key)[0]
-                    assert vouching.refusal(op, key, candidate, config, CPU) is None
+                    assert self_test.refusal(op, key, candidate, config, CPU) is None
 
 
 def test_another_process_reads_what_was_found() -> None:
     script = (
         "import torch, tensorlogic\n"
-        "from tensorlogic import vouching\n"
+        "from tensorlogic.dispatch.dispatcher import self_test as vouching\n"
         "usual, checks = vouching._check, []\n"
         "vouching._check = lambda *a: checks.append(1) or usual(*a)\n"
         "tensorlogic.gelu(torch.randn(3000).bfloat16())\n"

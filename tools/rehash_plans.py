@@ -24,7 +24,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tensorlogic import registry  # noqa: E402
 from tensorlogic.autotune.ranking import (
     Entrant,
     pick,  # noqa: E402
@@ -34,6 +33,7 @@ from tensorlogic.core.op import (
     OPS,
     Op,  # noqa: E402
 )
+from tensorlogic.dispatch import candidate_loading  # noqa: E402
 from tensorlogic.plans import file_format
 from tensorlogic.plans.legacy_hashes import (
     DIGITS,
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     package = given.after / "tensorlogic"
     if gone:
         for device in DEVICES:
-            registry.ready(device)
+            candidate_loading.ready(device)
     for path in sorted(package.rglob("shipped/*.json")):
         print(f"{path.name}: {rewrite(path, before, after, names, gone)}")
     paths = sorted(package.rglob("legacy_hashes.json"))

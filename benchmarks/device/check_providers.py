@@ -20,9 +20,9 @@ os.environ.setdefault("TENSORLOGIC_CACHE_DIR", tempfile.mkdtemp(prefix="tensorlo
 import torch
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.autotune import tune
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.providers import liger, quack
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
@@ -68,7 +68,7 @@ def cases() -> Iterator[Case]:
 
 def register() -> list[str]:
     """The adapters, where the project is not installed and its entry points are unknown; returns what is missing."""
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
     missing = []
     for module, package in ((quack, quack.QUACK), (liger, liger.LIGER)):
         provider = package.module.split("_")[0]

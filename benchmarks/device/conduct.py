@@ -20,10 +20,10 @@ import random_cases
 import torch
 from torch import Tensor
 
-from tensorlogic import registry
 from tensorlogic.core.candidate import Launcher
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.measure import verification
 from tensorlogic.measure.verification import Checker
 from tensorlogic.system.compile_pool import CompileFailure
@@ -153,7 +153,7 @@ def main() -> int:
         "--share", default="0/1", help="of the candidates: 2/8 is the third of eight"
     )
     given = parser.parse_args()
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
     begin, tally = time.monotonic(), Tally(given.keys)
     asked = given.candidates.split(",") if given.candidates else []
     part, parts = map(int, given.share.split("/"))

@@ -11,10 +11,10 @@ import torch
 from drawn_problems import CUDA, DEVICE, Problem
 from torch import Tensor
 
-from tensorlogic import selector
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import timer
 from tensorlogic.system import capture_state
 
@@ -156,7 +156,7 @@ def chosen(problem: Problem, given: Given) -> list[Row]:
     for op, key in met(problem, given):
         whole = op.joined(key)
         for its, k in [(op, key)] + ([whole] if whole else []):
-            decision = selector.decide(its, k, DEVICE, policy.current())
+            decision = dispatch_selector.decide(its, k, DEVICE, policy.current())
             id, config = decision.captured
             if its is op or its.candidates[id].parts is not None:
                 found.append(

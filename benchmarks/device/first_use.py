@@ -28,12 +28,13 @@ os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
 import torch
 
 import tensorlogic
-from tensorlogic import neighbours, selector
 from tensorlogic.bench import rows
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
+from tensorlogic.dispatch import nearest_plans
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import timer
 from tensorlogic.measure.verification import InputSet
 from tensorlogic.plans import environment, open_stores, store
@@ -75,14 +76,14 @@ def waited_ms(fn: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 def against_shipped(op: Op, key: Key, device: torch.device) -> str:
     """Device time of the choice over the shipped plan's, side by side."""
-    ours = selector.decide(op, key, device, policy.current())
+    ours = dispatch_selector.decide(op, key, device, policy.current())
     store.SHIPPED = SHIPPED
     view = store.PlanStore(FOLDER / "none", environment.environment(device))
     serves = [id for id, candidate in op.candidates.items() if candidate.unfit(key) is None]
     theirs = view.get(key) or view.nearest(key, serves.__contains__, normal=op.normal)
     if theirs is None:
         return "no plan is shipped"
-    config = neighbours.closest(op.candidates[theirs.captured], key, theirs.captured_config)
+    config = nearest_plans.closest(op.candidates[theirs.captured], key, theirs.captured_config)
     picks = {"ours": ours.captured, "theirs": (theirs.captured, config)}
     said = f"{picks['theirs'][0]} {dict(picks['theirs'][1])}"
     if picks["ours"] == picks["theirs"]:
@@ -102,7 +103,7 @@ def with_plans(device: torch.device) -> None:
     for name, fn, args in cases():
         first, second = waited_ms(fn, args), waited_ms(fn, args)
         op, key, _ = rows.meet(fn, args)[0]
-        served = selector.decide(op, key, device, policy.current())
+        served = dispatch_selector.decide(op, key, device, policy.current())
         print(
             f"{name}: first call {first:.1f} ms, second {second:.2f}, by {served.eager[0]} ({served.source})",
             flush=True,
@@ -133,7 +134,7 @@ def main() -> None:
         with torch.no_grad():
             first, second = waited_ms(fn, args), waited_ms(fn, args)
             op, key, _ = rows.meet(fn, args)[0]
-            served = selector.decide(op, key, device, policy.current())
+            served = dispatch_selector.decide(op, key, device, policy.current())
             learned = tensorlogic.tune(fn, *args)
             plan = open_stores.current(device).get(key)
             assert plan is not None

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drawn_timing import Replayed
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.system import compile_pool
 
 ROWS = {
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="beside torch.compile, too")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
     gbs = reachable()
     print(
         f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, a copy {gbs:.0f} GB/s; us, and of it the share of that copy's speed"

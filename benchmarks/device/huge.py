@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import registry, selector
 from tensorlogic.bench import rows
 from tensorlogic.core import policy
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
+from tensorlogic.dispatch import selector as dispatch_selector
 
 MANY = 2**31
 ROWS, COLUMNS = 65600, 32800  # more than that
@@ -299,7 +300,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="")
     only, begin, bad, done = parser.parse_args().only, time.monotonic(), 0, 0
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     for make in cases():
         case = make()
         if only not in case.name:
@@ -308,7 +309,7 @@ def main() -> int:
             op, key, _ = rows.meet(case.call, case.args)[0]
         for id in [id for id in op.candidates if id.startswith(OURS)]:
             with tensorlogic.policy(force=id, tune="off"):
-                decision = selector.decide(op, key, DEVICE, policy.current())
+                decision = dispatch_selector.decide(op, key, DEVICE, policy.current())
                 if decision.source != "forced":
                     continue
                 shape = case.call(*case.args).shape

@@ -32,11 +32,11 @@ import torch
 from drawn_cases import DEVICE, Family, family
 from torch import Tensor
 
-from tensorlogic import dispatch, registry
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.candidate import EAGER, Candidate, Config
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading, dispatcher
 from tensorlogic.measure.verification import Checker
 from tensorlogic.system import heap_trim
 from tensorlogic.system.compile_pool import CompileFailure
@@ -72,7 +72,7 @@ def met(op: Op, args: list[Any], elements: int) -> list[tuple[Op, Key]] | None:
     plain = replace(policy.current(), tune="off", force=EAGER, observer=observe, entries={})
     with policy.use(plain):
         try:
-            out = dispatch.call(op, tuple(args))
+            out = dispatcher.call(op, tuple(args))
         except (TypeError, ValueError, IndexError):
             return None
         except RuntimeError as problem:
@@ -325,7 +325,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) if DEVICE.type == "cuda" else 0)  # fmt: skip
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    registry.ready(DEVICE.type)
+    candidate_loading.ready(DEVICE.type)
     wanted = asked.ops.split(",") if asked.ops else [n for n, op in OPS.items() if not op.internal]
     candidates = asked.candidates.split(",") if asked.candidates else []
     if candidates and not asked.ops:

@@ -30,11 +30,11 @@ os.environ["TENSORLOGIC_CACHE_DIR"] = tempfile.mkdtemp(prefix="tensorlogic-ship-
 import torch
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.autotune import config_queue, measure_key, tune
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.plans import lockfile, open_stores, store
 from tensorlogic.plans.environment import environment
 from tensorlogic.plans.plan import Plan
@@ -326,7 +326,7 @@ def main() -> int:
         learned = tune.whole(fn, *args)
         done += 1
         unmeasured += learned.unmeasured
-    registry.ready(device.type)  # who was chosen is known where nothing was called, too
+    candidate_loading.ready(device.type)  # who was chosen is known where nothing was called, too
     found = [p for p in open_stores.current(device).plans(shipped=True) if current(p)]
     for path in given.merge:
         found += [p for p in lockfile.load_lockfile(path).plans() if current(p)]

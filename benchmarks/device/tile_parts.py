@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drawn_timing import Replayed
 
 import tensorlogic
-from tensorlogic import registry
 from tensorlogic.bench import rows
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.system import compile_pool
 
 SHAPES = ((1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (4096, 4096, 4096), (4096, 1024, 4096), (2048, 768, 3072))  # fmt: skip
@@ -116,7 +116,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=120.0)
     end = time.monotonic() + parser.parse_args().seconds
-    registry.ready("cuda")
+    candidate_loading.ready("cuda")
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
     with tensorlogic.policy(tune="off"):
         asked = [(shape, name) for shape in SHAPES for name in calls(8, 8, 8)]

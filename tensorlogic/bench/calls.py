@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import explaining, front
 from ..autotune import tune
 from ..core import dtypes, policy
 from ..core.op import OPS, Op
+from ..dispatch import explain, fast_path
 from ..ops.linear import linear_residual_relu
 from . import sizes
 from .cases import RECIPES, Maker
@@ -29,7 +29,7 @@ FLOATS = ("f16", "bf16", "f32", "f64")
 def public() -> dict[str, Callable[..., Any]]:
     """Our functions that stand for an op, by name."""
     made: dict[str, Callable[..., Any]] = {"linear_residual_relu": linear_residual_relu}
-    for prepare, fn in front.FRONTS.items():
+    for prepare, fn in fast_path.FRONTS.items():
         op: Op = fn.fused  # type: ignore[attr-defined]
         # a public function may wrap what was prepared, under the op's name in the same module
         if OPS.get(op.name) is op and not op.internal:
@@ -151,6 +151,6 @@ def explained(
             if measure:
                 with policy.measuring():
                     tune.whole(lambda: fn(*args, **kwargs))
-            return explaining.explain(fn, *args, **kwargs)
+            return explain.explain(fn, *args, **kwargs)
     except (TypeError, ValueError, OSError) as problem:  # of arguments, or of a lockfile
         raise Problem(str(problem)) from problem

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .. import registry
 from ..autotune import tuner
 from ..core import candidate_errors, tolerance
 from ..core.candidate import EAGER, Launcher
 from ..core.op import OPS, Op
+from ..dispatch import candidate_loading
 from ..measure import isolation, timer, verification
 from ..plans import environment, lockfile
 from ..plans.plan import Plan
@@ -61,7 +61,7 @@ def _finding(plan: Plan, margin: float) -> Finding:
     device = (
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
-    registry.ready(kind)
+    candidate_loading.ready(kind)
     op = OPS.get(plan.key.op)
     if op is None:
         return said("missing", f"there is no op {plan.key.op}")
@@ -125,7 +125,7 @@ def lasting(plans: Iterable[Plan]) -> list[Plan]:
     """Those whose candidate is still what was measured; the others would not pass `verify`."""
     found = []
     for plan in plans:
-        registry.ready(plan.key.device)
+        candidate_loading.ready(plan.key.device)
         op = OPS.get(plan.key.op)
         if op is not None and _absent(op, plan) is None:
             found.append(plan)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import selector
 from ..autotune import config_queue, measure_key, tune
 from ..autotune.tune import Learned
 from ..core import candidate_errors, dtypes, policy, tolerance
 from ..core.candidate import EAGER
 from ..core.key import Key
 from ..core.op import Op
+from ..dispatch import selector as dispatch_selector
 from ..measure import timer
 from ..plans import open_stores
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
@@ -131,14 +131,14 @@ def _bound(fn: Callable[..., Any], args: tuple[Any, ...]) -> timer.Call:
 def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
     """What serves the row's key, and everything known about it."""
     op, key, device = meet(recipe.ours, args)[0]
-    decision = selector.decide(op, key, device, policy.current())
+    decision = dispatch_selector.decide(op, key, device, policy.current())
     plan = open_stores.current(device).get(key)
     row.key, row.flops, row.bytes = key.text, op.flops(key), op.traffic(key)
     row.candidate, row.source = decision.eager[0], decision.source
     gpu = device.type == "cuda"
     row.captured = EAGER if gpu else ""  # a call that meets no key of ours is PyTorch's alone
     for met, its_key, _ in meet(recipe.ours, args, captured=gpu)[:1]:
-        its = selector.decide(met, its_key, device, policy.current()).captured[0]
+        its = dispatch_selector.decide(met, its_key, device, policy.current()).captured[0]
         row.captured = its if met is op else f"{met.name} by {its}"
     row.evidence = [asdict(e) for e in plan.evidence] if plan else []
 

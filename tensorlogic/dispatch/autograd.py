@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import selector
+from ..core import policy as policies
+from ..core import saved_tensors
+from ..core.candidate import EAGER, Launcher, Outputs
+from ..core.key import Key
+from ..core.op import Op
+from ..native import call_extension
+from . import decision
 from .call_cache import Run
-from .core import policy as policies
-from .core import saved_tensors
-from .core.candidate import EAGER, Launcher, Outputs
-from .core.key import Key
-from .core.op import Op
-from .native import call_extension
 
 
 class Recordable(Protocol):
@@ -26,11 +26,11 @@ class Recordable(Protocol):
     key: Key
     flags: SimpleNamespace
     policy: policies.Policy
-    choice: selector.Choice
+    choice: decision.Choice
     scalars: tuple[int, ...]
 
     def rescue(
-        self, choice: selector.Choice, dynamic: Sequence[Any], problem: torch.OutOfMemoryError
+        self, choice: decision.Choice, dynamic: Sequence[Any], problem: torch.OutOfMemoryError
     ) -> Outputs | None: ...
 
     def anew(self, dynamic: Sequence[Any]) -> Outputs: ...

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import binding
-from .autotune import tuner
-from .core import policy
-from .core.op import OPS
-from .measure import isolation
-from .system import capture_state
+from ..autotune import tuner
+from ..core import policy
+from ..core.op import OPS
+from ..measure import isolation
+from ..system import capture_state
+from . import bound_call
 
 CPU = torch.device("cpu")
 ROUNDS = 60  # of forward and backward of one element: 2 ms
@@ -42,7 +42,7 @@ def _measured() -> float:
     alone = policy.Policy("off", {relu.name: OURS, "pointwise_backward": OURS})
     with isolation.preserved(CPU, relu), policy.use(alone), torch.enable_grad():
         x.requires_grad_()
-        run = binding.bind(relu, (x, True), alone, recording=True).run
+        run = bound_call.bind(relu, (x, True), alone, recording=True).run
         both = [(took(run), took(torch.relu)) for _ in range(ROUNDS)]
     mine, plain = (min(times) for times in zip(*both, strict=True))
     return max(0.0, 1e6 * (mine - plain))

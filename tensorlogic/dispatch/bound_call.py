@@ -9,16 +9,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import selector
+from ..core import policy as policies
+from ..core.candidate import EAGER, Launcher, Outputs
+from ..core.key import Key
+from ..core.op import Op
+from ..guards import tensor_guard
+from ..native import call_extension
+from ..system import capture_state
+from . import decision
+from . import selector as dispatch_selector
+from .autograd import Recording, applied
 from .call_cache import Run, device_of, keep, present
-from .core import policy as policies
-from .core.candidate import EAGER, Launcher, Outputs
-from .core.key import Key
-from .core.op import Op
-from .guards import tensor_guard
-from .native import call_extension
-from .recorded_calls import Recording, applied
-from .system import capture_state
 
 # devices whose kernels, not the host, set the time of PyTorch's gradients
 FOLLOWED = ("cuda",)
@@ -50,7 +51,7 @@ class Bound:
         self,
         op: Op,
         key: Key,
-        choice: selector.Choice,
+        choice: decision.Choice,
         recording: bool,
         args: Sequence[Any],
         policy: policies.Policy,
@@ -103,7 +104,7 @@ class Bound:
             return self.choice.direct, 0
         return (self.launch if alone and call_extension.is_launcher(self.launch) else self.run), 0
 
-    def _runner(self, choice: selector.Choice, recording: bool, behind: bool) -> Run:
+    def _runner(self, choice: decision.Choice, recording: bool, behind: bool) -> Run:
         """From dynamic arguments to what the caller gets; None where the launcher declines. `behind`: eager's forward is recorded by
         our node, too."""
         launch, eager = choice.launch, choice.candidate.id == EAGER
@@ -123,12 +124,12 @@ class Bound:
         return run
 
     def rescue(
-        self, choice: selector.Choice, dynamic: Sequence[Any], problem: torch.OutOfMemoryError
+        self, choice: decision.Choice, dynamic: Sequence[Any], problem: torch.OutOfMemoryError
     ) -> Outputs | None:
         """A candidate ran out of memory: eager takes this call; eager's own failure is the caller's."""
         if choice.candidate.id == EAGER:
             raise problem
-        selector.say_once(
+        decision.say_once(
             self.op,
             choice.candidate.id,
             f"tensorlogic: {choice.candidate.id} ran out of memory on {self.key.text}; torch.eager serves it",
@@ -137,7 +138,7 @@ class Bound:
 
     def declined(self, dynamic: Sequence[Any]) -> Outputs:
         """A candidate declined the very key it was bound for: eager takes this call."""
-        selector.say_once(
+        decision.say_once(
             self.op,
             self.choice.candidate.id,
             f"tensorlogic: {self.choice.candidate.id} declined {self.key.text}, which it was bound for; torch.eager serves it",
@@ -166,8 +167,8 @@ def _unhooked(paired: Run, apart: Run) -> Run:
 
 def bind(op: Op, args: Sequence[Any], policy: policies.Policy, recording: bool) -> Bound:
     """What `dispatch.call` binds for op-level arguments (`save` included), for those who run it themselves."""
-    key = selector.key_of(op, args, policy, recording)
-    choose = selector.choose_recorded if recording else selector.choose
+    key = dispatch_selector.key_of(op, args, policy, recording)
+    choose = dispatch_selector.choose_recorded if recording else dispatch_selector.choose
     return Bound(op, key, choose(op, key, args, policy), recording, args, policy)
 
 
@@ -192,8 +193,8 @@ def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     for check, launch in chosen.entries.get(where, ()):
         if check(*tensors) and (outs := launch(*dynamic)) is not None:
             return cast(Outputs, outs)
-    key = selector.key_of(op, args, chosen)
-    choice = selector.choose(op, key, args, chosen, compiled=compiled)
+    key = dispatch_selector.key_of(op, args, chosen)
+    choice = dispatch_selector.choose(op, key, args, chosen, compiled=compiled)
     bound = Bound(op, key, choice, False, args, chosen)
 
     def launched(*dynamic: Any) -> Outputs | None:

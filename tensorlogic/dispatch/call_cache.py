@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import policy
-from .core.op import Op
+from ..core import policy
+from ..core.op import Op
 
 Run = Callable[..., Any]
 MOST_ENTRIES = 8192  # warm keys of one policy

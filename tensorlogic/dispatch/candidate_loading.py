@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
-from .core.op import OPS, Op
-from .native import call_extension
-from .system import capture_state, process
-from .system.compile_workers import PRELOADED
-from .system.hardware import interpreting, triton_missing
+from ..core.op import OPS, Op
+from ..native import call_extension
+from ..system import capture_state, process
+from ..system.compile_workers import PRELOADED
+from ..system.hardware import interpreting, triton_missing
 
 LOG = logging.getLogger("tensorlogic")
 GROUP = "tensorlogic.candidates"
@@ -48,10 +48,10 @@ def load(device: str, kin: str = "") -> None:
 
 def _begin() -> None:
     """What the first kernel of a process needs of Triton, half a second, begun in threads while modules are imported here."""
-    from .kernels.triton_runtime import toolchain
+    from ..kernels.triton_runtime import toolchain
 
     toolchain.begin()
-    from .kernels.triton_runtime.launch import CompileJob
+    from ..kernels.triton_runtime.launch import CompileJob
 
     CompileJob.ahead()
 

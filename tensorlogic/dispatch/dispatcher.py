@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import binding, call_cache, front, library, selector
-from .core import policy as core_policy
-from .core.candidate import EAGER
-from .core.key import Key
-from .core.op import Flags, Op
-from .guards import tensor_guard
-from .system import function_modes
+from ..core import policy as core_policy
+from ..core.candidate import EAGER
+from ..core.key import Key
+from ..core.op import Flags, Op
+from ..guards import tensor_guard
+from ..system import function_modes
+from . import bound_call, fast_path, torch_library
+from . import call_cache as dispatch_call_cache
+from . import selector as dispatch_selector
 
-from . import recording as _autograd_overhead  # noqa: F401  isort: skip  of studies
+from . import autograd_overhead as _autograd_overhead  # noqa: F401  isort: skip  of studies
 
 P = ParamSpec("P")
 NUMBERS = (bool, int, float, complex)  # that PyTorch's operators take; NumPy's have their own
@@ -28,7 +30,7 @@ LAST_PLACEMENT: list[str] = []  # what `explain` shows: how the last calls were 
 
 def public(op: Op) -> Callable[[Callable[P, tuple[Any, ...]]], Callable[P, Tensor]]:
     """Decorator for a public function of `op`: see `front.front`."""
-    return front.front(op, _miss)
+    return fast_path.front(op, _miss)
 
 
 def internal(op: Op) -> Callable[..., Any]:
@@ -36,23 +38,23 @@ def internal(op: Op) -> Callable[..., Any]:
     names = ", ".join(p.name for p in op.params)
     scope: dict[str, Any] = {}
     exec(f"def {op.name}({names}):\n    return ({names},)", scope)
-    return front.front(op, _miss)(scope[op.name])
+    return fast_path.front(op, _miss)(scope[op.name])
 
 
 def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: Any) -> Any:
     if not torch.compiler.is_dynamo_compiling() and (shown := [*filter(_stands_in, given)]):
-        return _shown(op, front.FRONTS[prepare], shown, given)
+        return _shown(op, fast_path.FRONTS[prepare], shown, given)
     if not torch.compiler.is_dynamo_compiling() and _beside_default_device(given):
         with function_modes.aside():
-            return front.FRONTS[prepare](*given)
+            return fast_path.FRONTS[prepare](*given)
     if not torch.compiler.is_dynamo_compiling() and (placer := _placer(given)) is not None:
-        return placer(op, front.FRONTS[prepare], given, where)
+        return placer(op, fast_path.FRONTS[prepare], given, where)
     if where is None and op.numbers is not None and _with_number(given):
         return op.numbers(*given)
     args = prepare(*given)
     if not torch.compiler.is_dynamo_compiling() and not _settled(op, where, given, args):
-        return front.FRONTS[prepare](*args)
-    device = call_cache.device_of(args)
+        return fast_path.FRONTS[prepare](*args)
+    device = dispatch_call_cache.device_of(args)
     if not torch.compiler.is_dynamo_compiling() and core_policy.current().precision is not None:
         if op.composed is not None:
             return op.composed(*args)
@@ -63,14 +65,14 @@ def _miss(op: Op, prepare: Callable[..., tuple[Any, ...]], where: Any, *given: A
         if lowered is None:
             return composition(op, args)
         with torch.autocast(device.type, enabled=False):
-            out = front.FRONTS[prepare](*lowered)
+            out = fast_path.FRONTS[prepare](*lowered)
         if where is not None and not transforming() and _special(args) is None:
             _warm_lowered(op, prepare, where, given, args, lowered)
         return out
     if transforming() or any(isinstance(a, Tensor) and a.is_complex() for a in args):
         return composition(op, args)  # PyTorch's own ops transform in every way; ours do not
     if torch.compiler.is_dynamo_compiling():
-        return library.traced(op, args)
+        return torch_library.traced(op, args)
     road = _special(args)
     if road is not None:
         return road(op, args)
@@ -149,7 +151,7 @@ def _precisely(
     args = tuple(a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in args)
     if _special(args) is not None:
         return composition(op, args)
-    kind = call_cache.device_of(args).type
+    kind = dispatch_call_cache.device_of(args).type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             return call(op, args)
@@ -176,20 +178,22 @@ def call(
         args = (*args, recording)
     dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
     policy = core_policy.current()
-    key = selector.key_of(op, args, policy, recording)
-    choose = selector.choose_recorded if recording else selector.choose
+    key = dispatch_selector.key_of(op, args, policy, recording)
+    choose = dispatch_selector.choose_recorded if recording else dispatch_selector.choose
     choice = choose(op, key, args, policy)
-    bound = binding.Bound(op, key, choice, recording, args, policy)
+    bound = bound_call.Bound(op, key, choice, recording, args, policy)
     out = bound.run(*dynamic)
     if out is None:
         outs = bound.declined(dynamic)
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
         # warm from now on: `front` serves the key without coming here
-        call_cache.keep(policy, where, tensor_guard.guard(call_cache.present(op, args)), bound.run)
+        dispatch_call_cache.keep(
+            policy, where, tensor_guard.guard(dispatch_call_cache.present(op, args)), bound.run
+        )
         lasting = policy.observer is None  # one who watches comes with a policy of its own
         if public is not None and bound.device.type in ("cpu", "cuda") and lasting:
-            front.keep(*public, policy, *bound.shortest)
+            fast_path.keep(*public, policy, *bound.shortest)
     return out
 
 
@@ -202,10 +206,10 @@ def _warm_lowered(
     lowered: Sequence[Any],
 ) -> None:
     """Later calls under autocast cast as this one did, then take the fast path of a call without autocast."""
-    public, kind = front.FRONTS[prepare], call_cache.device_of(args).type
+    public, kind = fast_path.FRONTS[prepare], dispatch_call_cache.device_of(args).type
     asked, enable = torch.get_autocast_dtype, torch.set_autocast_enabled
     dtype = asked(kind)
-    guard = tensor_guard.guard(call_cache.present(op, args))
+    guard = tensor_guard.guard(dispatch_call_cache.present(op, args))
     dtypes = [
         low.dtype if isinstance(low, Tensor) and low.dtype != a.dtype else None
         for low, a in zip(lowered, args, strict=True)
@@ -227,7 +231,7 @@ def _warm_lowered(
     def check(*tensors: Tensor) -> bool:  # the guard sees that autocast is on, not to which dtype
         return asked(kind) == dtype and guard(*tensors)
 
-    call_cache.keep(core_policy.current(), where, check, run)
+    dispatch_call_cache.keep(core_policy.current(), where, check, run)
 
 
 def composition(op: Op, args: Sequence[Any]) -> Any:
@@ -236,7 +240,7 @@ def composition(op: Op, args: Sequence[Any]) -> Any:
     key = Flags(
         tuple((p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic)
     )
-    launch = op.candidates[EAGER].bind(cast(Key, key), {}, call_cache.device_of(args))
+    launch = op.candidates[EAGER].bind(cast(Key, key), {}, dispatch_call_cache.device_of(args))
     outs = launch(*[a for p, a in zip(op.params, full, strict=True) if p.is_dynamic])
     assert outs is not None
     return outs if op.internal else outs[0]
@@ -253,9 +257,9 @@ def _special(args: Sequence[Any]) -> Callable[[Op, Sequence[Any]], Any] | None:
         return composition
     odd = not all(tensor_guard.plain(t) for t in tensors)
     if odd or function_modes.intercepted() or torch._C._len_torch_dispatch_stack():
-        return library.traced
+        return torch_library.traced
     if torch._C._get_tracing_state() is not None or any(t.device.type == "meta" for t in tensors):
-        return library.traced
+        return torch_library.traced
     if any(t.is_conj() or t.is_neg() for t in tensors):
         return composition
     if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
@@ -286,7 +290,7 @@ def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     dtype = (
         torch.float32
         if op.autocast == "float32"
-        else torch.get_autocast_dtype(call_cache.device_of(args).type)
+        else torch.get_autocast_dtype(dispatch_call_cache.device_of(args).type)
     )
 
     def eligible(a: Any) -> bool:

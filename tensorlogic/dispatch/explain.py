@@ -10,13 +10,15 @@ from typing import Any, ParamSpec, overload
 import torch
 from torch import Tensor
 
-from . import dispatch, registry, selector
-from .core import argument_checks, policy
-from .core.candidate import EAGER
-from .core.key import Key
-from .core.op import OPS, Op
-from .plans import open_stores
-from .plans.plan import Evidence
+from ..core import argument_checks, policy
+from ..core.candidate import EAGER
+from ..core.key import Key
+from ..core.op import OPS, Op
+from ..plans import open_stores
+from ..plans.plan import Evidence
+from . import candidate_loading, dispatcher
+from . import decision as dispatch_decision
+from . import selector as dispatch_selector
 
 P = ParamSpec("P")
 Row = tuple[str, str, str, str, str, str]
@@ -79,7 +81,7 @@ def candidates(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> dict[
     """
     found = _op(op)
     if isinstance(op, str) or not (args or kwargs):
-        registry.ready("cpu")
+        candidate_loading.ready("cpu")
         return {id: c.available("cpu") for id, c in found.candidates.items()}
     met = _met(op, args, kwargs)
     key = next((key for its, key, _ in met if its.name == found.name), None)
@@ -171,9 +173,9 @@ def explain(fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Expla
             f"explain: fn is {type(fn).__name__}; a function or a torch.nn.Module is required, then its arguments"
         )
     seen: dict[str, Explanation] = {}
-    dispatch.LAST_PLACEMENT.clear()
+    dispatcher.LAST_PLACEMENT.clear()
     met = _met(fn, args, kwargs)
-    placed = tuple(dispatch.LAST_PLACEMENT)
+    placed = tuple(dispatcher.LAST_PLACEMENT)
     for op, key, device in met:
         if key.text not in seen:
             seen[key.text] = explain_key(op, key, device)
@@ -182,7 +184,7 @@ def explain(fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Expla
 
 def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:
     """The same for one key."""
-    decision = selector.decide(op, key, device, policy.current())
+    decision = dispatch_selector.decide(op, key, device, policy.current())
     plan = open_stores.current(device).get(key)
     evidence = {e.candidate: e for e in plan.evidence} if plan else {}
     rows = [_row(op, id, key, evidence.get(id), decision, plan is not None) for id in op.candidates]
@@ -190,7 +192,12 @@ def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:
 
 
 def _row(
-    op: Op, id: str, key: Key, e: Evidence | None, decision: selector.Decision, measured: bool
+    op: Op,
+    id: str,
+    key: Key,
+    e: Evidence | None,
+    decision: dispatch_decision.Decision,
+    measured: bool,
 ) -> Row:
     chosen = "+".join(
         w

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .core import policy as policies
-from .core.op import Op, Param
-from .core.precision_policy import one_call
-from .native import call_extension
+from ..core import policy as policies
+from ..core.op import Op, Param
+from ..core.precision_policy import one_call
+from ..native import call_extension
 
 P = ParamSpec("P")
 _IDS = itertools.count()

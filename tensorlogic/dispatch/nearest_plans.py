@@ -10,12 +10,12 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from .core import candidate_errors
-from .core.candidate import EAGER, Candidate, Config
-from .core.key import Key
-from .core.op import Op
-from .plans.plan import Plan
-from .plans.store import REACH
+from ..core import candidate_errors
+from ..core.candidate import EAGER, Candidate, Config
+from ..core.key import Key
+from ..core.op import Op
+from ..plans.plan import Plan
+from ..plans.store import REACH
 
 LOG = logging.getLogger("tensorlogic")
 ASKED = 8  # plans at most

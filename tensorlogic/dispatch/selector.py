@@ -2,70 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import neighbours, registry, vouching
-from .autotune import background_tuning, measure_key
-from .core import candidate_errors
-from .core.candidate import EAGER, Candidate, Config, Launcher, Outputs
-from .core.dtypes import DTYPES
-from .core.key import Key
-from .core.op import DATA_CHOOSERS, OPS, Op
-from .core.policy import Policy
-from .measure import isolation, verification
-from .plans import open_stores
-from .plans.environment import environment
-from .plans.plan import Plan
-from .plans.store import PlanView
-from .system import capture_state, compile_pool
+from ..autotune import background_tuning, measure_key
+from ..core import candidate_errors
+from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from ..core.dtypes import DTYPES
+from ..core.key import Key
+from ..core.op import DATA_CHOOSERS, OPS, Op
+from ..core.policy import Policy
+from ..measure import isolation, verification
+from ..plans import open_stores
+from ..plans.environment import environment
+from ..plans.plan import Plan
+from ..plans.store import PlanView
+from ..system import capture_state, compile_pool
+from . import candidate_loading, nearest_plans, self_test
+from .decision import AT_HAND, FIXED, PLAIN, Choice, Decision, say_once
 
-LOG = logging.getLogger("tensorlogic")
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
-AT_HAND = "cost model, without what must be compiled first"
 # a guess must promise this much before it replaces eager unmeasured
 CLEAR_WIN = 0.95
-_SAID: set[tuple[str, str]] = set()
 
 
-@dataclass
-class Choice:
-    """A candidate bound to a key, and where the decision came from."""
-
-    candidate: Candidate
-    config: Config
-    launch: Launcher
-    source: str
-    cacheable: bool = True
-    captured: Choice | None = None  # what calls under graph capture take instead
-    # the launcher without its tuple, where PyTorch has it so
-    direct: Callable[..., Tensor] | None = None
-    settle: Callable[..., Tensor] | None = None  # gradient of a joint forward and backward
-    # beside a joint one: forward alone, for calls that want it so
-    apart: Choice | None = None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What an eager call and a captured call take, before anything is bound."""
-
-    eager: tuple[str, Config]
-    captured: tuple[str, Config]
-    source: str
-
-
-FIXED: dict[tuple[str, str], Decision] = {}  # what deterministic calls of this process met
 open_stores.ON_FORGET.append(FIXED.clear)
 open_stores.ON_TUNE.append(FIXED.clear)
 
 BY_DATA = Candidate("adaptive.budget", bind=lambda key, config, device: lambda *_: None)
-PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")
 
 
 def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
@@ -100,7 +69,7 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
 
 def _lent(
     op: Op, key: Key, device: torch.device, store: PlanView, valid: Callable[[Plan], bool]
-) -> tuple[neighbours.Pick, neighbours.Pick, str] | None:
+) -> tuple[nearest_plans.Pick, nearest_plans.Pick, str] | None:
     """What neighbours lend; a model's layers ask for the same again and again, so it is found once until plans or candidates change.
 
     What may be otherwise in a moment is not kept: candidates that failed, and rates that could not be timed meanwhile.
@@ -111,7 +80,7 @@ def _lent(
         memo[id(op)] = candidates
     known: Any = memo.get(key.text, memo)  # other threads may empty it
     if known is not memo:
-        return cast(tuple[neighbours.Pick, neighbours.Pick, str] | None, known)
+        return cast(tuple[nearest_plans.Pick, nearest_plans.Pick, str] | None, known)
 
     @cache  # most plans of an op have one of few winners
     def serves(id: str) -> bool:
@@ -120,10 +89,10 @@ def _lent(
     def lends(plan: Plan) -> bool:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
-    failures, calm = neighbours.failures, capture_state.calm(device)
+    failures, calm = nearest_plans.failures, capture_state.calm(device)
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
-    found = neighbours.lent(op, key, near, environment(device).versions())
-    if calm and neighbours.failures == failures and memo.get(id(op)) == candidates:
+    found = nearest_plans.lent(op, key, near, environment(device).versions())
+    if calm and nearest_plans.failures == failures and memo.get(id(op)) == candidates:
         memo[key.text] = found
     return found
 
@@ -250,7 +219,7 @@ def choose(
     Without `whole`, torch.eager is bound as users write it: what backward needs is left to PyTorch's autograd.
     """
     device = next(a.device for a in args if isinstance(a, Tensor))
-    registry.ready(device.type, op)
+    candidate_loading.ready(device.type, op)
     capturing = capture_state.capturing(device)
     if policy.observer is not None:
         policy.observer(op, key, device)
@@ -340,7 +309,7 @@ def _adapting(op: Op, key: Key, device: torch.device, policy: Policy, compiled: 
 def _forced(op: Op, key: Key, id: str) -> Decision:
     candidate = op.candidates.get(id)
     if candidate is None:
-        registry.ready(key.device)  # other ops' candidates, too
+        candidate_loading.ready(key.device)  # other ops' candidates, too
         if not any(id in other.candidates for other in OPS.values()):
             say_once(
                 op,
@@ -405,7 +374,7 @@ def _bind(
                     _must_be_right(op, key, device, candidate, launch)
                 launch = _as_aligned(op, key, launch)
             return Choice(candidate, config, launch, source)
-        except vouching.Later:
+        except self_test.Later:
             launch = op.candidates[EAGER].bind(key, {}, device)
             return Choice(op.candidates[EAGER], {}, launch, source, cacheable=False)
         except candidate_errors.BIND_ERRORS as problem:
@@ -436,7 +405,7 @@ def _must_be_vouched(
     op: Op, key: Key, device: torch.device, candidate: Candidate, config: Config
 ) -> None:
     """A native kernel that nobody has measured on this key was right on small tensors of its kind, on this machine."""
-    reason = vouching.refusal(op, key, candidate, config, device)
+    reason = self_test.refusal(op, key, candidate, config, device)
     if reason is not None:
         raise Refused(reason)
 
@@ -470,9 +439,3 @@ def _as_aligned(op: Op, key: Key, launch: Launcher) -> Launcher:
         return launch(*dynamic)
 
     return run
-
-
-def say_once(op: Op, id: str, text: str) -> None:
-    if (op.name, id) not in _SAID:
-        _SAID.add((op.name, id))
-        LOG.warning(text)

@@ -9,14 +9,14 @@ from math import prod
 
 import torch
 
-from .core import candidate_errors
-from .core.candidate import Candidate, Config
-from .core.key import Key, TensorSpec
-from .core.op import Op
-from .measure import isolation, verification
-from .native import cpu_library
-from .plans.machine_notes import Notes
-from .system import capture_state
+from ..core import candidate_errors
+from ..core.candidate import Candidate, Config
+from ..core.key import Key, TensorSpec
+from ..core.op import Op
+from ..measure import isolation, verification
+from ..native import cpu_library
+from ..plans.machine_notes import Notes
+from ..system import capture_state
 
 # Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.
 SIZES = ((6, 5), (13, 11), (48, 29), (160, 83), (1 << 62, 173))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 
-from . import library
-from .core.op import OPS
+from ..core.op import OPS
+from . import torch_library
 
 _REGISTERED: set[str] = set()
 
@@ -16,7 +16,7 @@ def activate() -> None:
     for op in OPS.values():
         if op.name not in _REGISTERED:
             _REGISTERED.add(op.name)
-            library.register(op)
+            torch_library.register(op)
 
 
 def warn_of_namesakes() -> None:

@@ -14,11 +14,11 @@ from torch._compile import _disable_dynamo
 from torch._library import simple_registry
 from torch._library.autograd import Info, make_autograd_impl
 
-from . import binding, recorded_calls
-from .core import saved_tensors
-from .core.candidate import EAGER, Outputs
-from .core.op import Op
-from .system import capture_state
+from ..core import saved_tensors
+from ..core.candidate import EAGER, Outputs
+from ..core.op import Op
+from ..system import capture_state
+from . import autograd, bound_call
 
 # `torch.library.custom_op` does the same in five times the time: 23 of 64 ms of the import (Intel Xeon, 2026-11-21).
 LIBRARY = torch.library.Library("tensorlogic", "FRAGMENT")
@@ -52,7 +52,7 @@ def register(op: Op) -> None:
 
     def kernel(*args: Any) -> Any:
         given = _flags(op, args)
-        outs = binding.outputs(op, given, compiled=True)
+        outs = bound_call.outputs(op, given, compiled=True)
         if not op.internal and any(o is None for o in outs):
             outs = eager_outputs(op, given)  # graphs rely on all that the fake kernel declares
         return _filled(op, outs, args)
@@ -191,5 +191,5 @@ def _backward(op: Op, ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, .
 
     needs = [n for p, n in zip(op.params, ctx.needs_input_grad, strict=True) if p.is_dynamic]
     saved = saved_tensors.joined(ctx.saved_tensors, ctx.looks)
-    grads = iter(recorded_calls.gradients(op, ctx.flags, needs, saved, ctx.scalars, dy))
+    grads = iter(autograd.gradients(op, ctx.flags, needs, saved, ctx.scalars, dy))
     return tuple(next(grads) if p.is_dynamic else None for p in op.params)

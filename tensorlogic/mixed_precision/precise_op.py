@@ -14,11 +14,7 @@ from torch import Tensor
 from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
 from ..core.key import Key
 from ..core.op import Op, key_flags
-from . import (
-    adaptive,  # noqa: F401  it chooses among the candidates of these ops
-    formats_cpu,
-    number_formats,
-)
+from . import formats_cpu, number_formats
 from .number_formats import WAYS, Way
 from .product_sites import eager_us
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .. import registry
+from ..dispatch import candidate_loading
 from . import (
     attention_scores,
     dropout_linear,
@@ -31,7 +31,7 @@ from . import composed  # noqa: F401  isort: skip  of the ops above
 
 # files beside the ops that register candidates with several of them
 CANDIDATES = {"cpu": (), "cuda": ("few_rows", "precise_cuda"), "mps": ()}
-registry.FOLDERS += [
+candidate_loading.FOLDERS += [
     (
         linear,
         matmul,

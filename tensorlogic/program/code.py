@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from .. import binding, dispatch, selector
 from ..core import policy as core_policy
 from ..core.rewrite_rule import Composite
+from ..dispatch import bound_call, decision, dispatcher
 from ..system import compile_pool
 from .branches import Section, Step, ordered
 
@@ -76,7 +76,7 @@ class Sites:
         if core_policy.current().precision is not None:  # whose choice follows the data
             return None
         ready = fn.__wrapped__(*args)  # type: ignore[attr-defined]
-        if dispatch._special(ready) is not None:
+        if dispatcher._special(ready) is not None:
             return None
         dynamic = [a for p, a in zip(op.params, ready, strict=False) if p.is_dynamic]
         places = [_place(a, args) for a in dynamic]
@@ -94,9 +94,9 @@ class Sites:
         if fits and not policy.reproducible and policy.forced(op.name) is None:
             policy = replace(policy, tune="off", force={op.name: self.forced[name]}, entries={})
         with compile_pool.hurried(name in self.hurried or compile_pool.in_a_hurry()):
-            bound = binding.bind(op, ready, policy, recording)
+            bound = bound_call.bind(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id
-        if bound.choice.source == selector.AT_HAND:
+        if bound.choice.source == decision.AT_HAND:
             self.hurried.add(name)
         return _call(bound, [p for p in places if p is not None], dynamic)
 
@@ -109,7 +109,7 @@ def _place(value: Any, args: tuple[Any, ...]) -> int | None:
     return None if isinstance(value, Tensor) else -1
 
 
-def _call(bound: binding.Bound, places: list[int], dynamic: list[Any]) -> Callable[..., Any]:
+def _call(bound: bound_call.Bound, places: list[int], dynamic: list[Any]) -> Callable[..., Any]:
     """run(*arguments of the public call) by way of the launcher."""
     names = [f"a{p}" if p >= 0 else f"c{i}" for i, p in enumerate(places)]
     scope: dict[str, Any] = {f"c{i}": v for i, v in enumerate(dynamic) if places[i] < 0}

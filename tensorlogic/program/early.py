@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from .. import selector
 from ..autotune import measure_key
 from ..core import policy
 from ..core.candidate import EAGER, Candidate
 from ..core.candidate_errors import BIND_ERRORS
 from ..core.key import Key
 from ..core.op import Op
+from ..dispatch import selector as dispatch_selector
 from ..plans import open_stores
 
 
 def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:
     """Compile jobs of what the op's plan serves this key by."""
-    chosen = selector.decide(op, key, device, policy.current())
+    chosen = dispatch_selector.decide(op, key, device, policy.current())
     found: dict[Any, None] = {}
     for id, config in (chosen.eager, chosen.captured):
         try:

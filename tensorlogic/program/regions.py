@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .. import registry
 from ..core.dtypes import NAMES
 from ..core.key import Key
 from ..core.op import Op
 from ..core.rewrite_rule import Composite, Way
 from ..core.tolerance import Verdict
+from ..dispatch import candidate_loading
 from ..guards import tensor_tree
 from ..guards.errors import first_line
 from ..measure import timer
@@ -93,7 +93,7 @@ class Judge:
         """root -> kernels that workers compile from here on; regions whose kernels are there are decided first."""
         if self.writes or not compile_pool.elsewhere():
             return {}
-        registry.ready(self.device.type)
+        candidate_loading.ready(self.device.type)
         served: dict[str, list[Any]] = {}
         tried: dict[str, list[Any]] = {}
         for region, env in self._walk(at, regions, values):
@@ -281,7 +281,7 @@ class Judge:
                 continue  # another layout may copy where the graph writes into a view
             if way.supports(examples) is None:
                 yield way
-        registry.ready(self.device.type)
+        candidate_loading.ready(self.device.type)
         found = self._keyed(region, env)
         if found is None:
             return

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import registry
 from ..core import policy as policies
 from ..core.op import OPS
+from ..dispatch import candidate_loading
 from ..guards.global_state import precisions
 from ..native import hook_extension, library_files
 from ..plans import file_format, open_stores
@@ -97,7 +97,7 @@ class Stored:
         self.artifact = secrets.token_hex(12)  # of what Inductor makes of the graph
         if not self.usable:
             return
-        registry.ready(device.type)
+        candidate_loading.ready(device.type)
         self.environment = environment(device)
         self.path = settings.cache_folder() / "programs" / self.environment.file_name
         self.state = repr((code_version(), _candidates(), switches(device), training))

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import binding, dispatch, doctor, recorded_calls, registry, selector
+from tensorlogic import doctor
 from tensorlogic.autotune import measure_key
 from tensorlogic.bench import ceilings, session
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import autograd, bound_call, candidate_loading, dispatcher
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.kernels.metal import launch as metal_launch
 from tensorlogic.measure import timer
 from tensorlogic.plans import environment, open_stores
@@ -77,7 +79,7 @@ def forget() -> None:
 def evidence(*args: Tensor) -> dict[str, Any]:
     """What measuring a call leaves, by candidate."""
     op, key, device = _met(*args)
-    registry.ready("mps")
+    candidate_loading.ready("mps")
     plan = measure_key.measured(op, key, device, budget_s=0.01)
     assert plan is not None
     return {e.candidate: e for e in plan.evidence}
@@ -102,7 +104,7 @@ def from_selector_to_output() -> None:
     plan.eager_config = plan.captured_config = dict(found["metal.tiled"].config)
     open_stores.current(device).put(plan)
     policy.forget_entries()
-    decision = selector.decide(op, key, device, policy.current())
+    decision = dispatch_selector.decide(op, key, device, policy.current())
     assert (decision.source, decision.eager[0]) == ("plan", "metal.tiled")
     with torch.no_grad():
         ours(*args)
@@ -129,11 +131,11 @@ def gradients() -> None:
     """Forward keeps what backward needs, backward runs as a shader of its own."""
     x, w, b = inputs()
     with tensorlogic.policy(force={"linear": "metal.tiled", "linear_backward": "metal.simdgroup"}):
-        _, z = binding.outputs(LINEAR, (x, w, b, None, "gelu", True))
+        _, z = bound_call.outputs(LINEAR, (x, w, b, None, "gelu", True))
         dy = torch.randn(33, 17).half().to(DEVICE)
         flags = LINEAR.namespace(LINEAR.key((x, w, b, None, "gelu", True), "forward"))
         before = standin.launches
-        made = recorded_calls.gradients(LINEAR, flags, (True,) * 3 + (False,), (x, w, z), (), dy)
+        made = autograd.gradients(LINEAR, flags, (True,) * 3 + (False,), (x, w, z), (), dy)
     assert standin.launches >= before + 2
     wide = [t.cpu().double().requires_grad_() for t in (x, w, b)]
     expected = torch.autograd.grad(F.gelu(F.linear(*wide)), wide, dy.cpu().double())
@@ -198,7 +200,7 @@ def a_shader_that_is_wrong() -> None:
         with (
             tensorlogic.policy(force="metal.tiled"),
             torch.no_grad(),
-            pytest.raises(selector.Refused, match=r"metal\.tiled was asked for"),
+            pytest.raises(dispatch_selector.Refused, match=r"metal\.tiled was asked for"),
         ):
             ours(*args)
 
@@ -238,7 +240,7 @@ def every_op_is_right() -> None:
             save = [False] if op.gradient is not None else []
             wide = [tolerance.wide(a) if isinstance(a, Tensor) else a for a in [*half, *save]]
             with torch.no_grad():
-                out = dispatch.call(op, tuple(there))
+                out = dispatcher.call(op, tuple(there))
             expected = op.reference(*wide)
             expected = expected[0] if isinstance(expected, tuple) else expected
             assert out.device.type == "mps", name

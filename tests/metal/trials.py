@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlogic import registry
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER, Candidate, Launcher, Outputs
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.dispatch import candidate_loading
 from tensorlogic.kernels.metal import launch as metal_launch
 from tensorlogic.ops.pointwise import shapes
 
@@ -29,7 +29,7 @@ DTYPES = (torch.float16, torch.float32, torch.bfloat16)
 
 def _registered() -> dict[str, dict[str, Candidate]]:
     """The Metal candidates of each op, by id; taken out again, so that other tests meet what a CPU has."""
-    registry.load("mps")
+    candidate_loading.load("mps")
     found: dict[str, dict[str, Candidate]] = {}
     for name, op in OPS.items():
         for id in [id for id in op.candidates if id.startswith("metal.")]:

@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorlogic import registry, selector
 from tensorlogic.autotune import tuner
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS
+from tensorlogic.dispatch import candidate_loading
+from tensorlogic.dispatch import decision as dispatch_decision
+from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
 from tensorlogic.plans.plan import Evidence, Plan
@@ -35,7 +37,7 @@ Install = Callable[..., None]
 def served() -> Iterator[Served]:
     """Candidates toy.a and toy.b of relu, right and trusted, that write down whom the call went to."""
     calls: Served = []
-    registry.ready("cpu")  # or those that come later would be gone afterwards
+    candidate_loading.ready("cpu")  # or those that come later would be gone afterwards
     kept = dict(RELU.candidates)
     for name in ("toy.a", "toy.b"):
         RELU.add(toy(name, calls))
@@ -80,7 +82,7 @@ def put(*made: Plan) -> None:
 
 
 def decided(x: Tensor) -> tuple[str, str]:
-    decision = selector.decide(RELU, key_of(x), CPU, policy.current())
+    decision = dispatch_selector.decide(RELU, key_of(x), CPU, policy.current())
     return decision.source, decision.eager[0]
 
 
@@ -183,7 +185,7 @@ def _module(names: list[str], extra: str = "") -> str:
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """install(names, extra source): a distribution with a `tensorlogic.candidates` entry point, found as pip's would be."""
-    registry.ready("cpu")  # else those of the package go with the planted ones
+    candidate_loading.ready("cpu")  # else those of the package go with the planted ones
     before = {name: dict(op.candidates) for name, op in OPS.items()}
     monkeypatch.setattr(tuner, "CUT", 1e9)  # a busy machine must not cut what is to be refused
 
@@ -200,15 +202,15 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         )
         monkeypatch.syspath_prepend(str(site))
         importlib.invalidate_caches()
-        registry._READY.difference_update({"plugins", "cpu"})
-        registry.ready("cpu")
+        candidate_loading._READY.difference_update({"plugins", "cpu"})
+        candidate_loading.ready("cpu")
 
     yield make
     for name, op in OPS.items():
         op.candidates.clear()
         op.candidates.update(before[name])
     sys.modules.pop("planted_candidates", None)
-    selector._SAID.clear()
+    dispatch_decision._SAID.clear()
     policy.forget_entries()
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
+from ...dispatch import dispatcher
 from ..common import checks, costs, folded
 
 # files for a device, in the order in which ties are broken
@@ -158,7 +158,7 @@ ATTENTION_SCORES_BACKWARD = Op(
     internal=True,
     prepare=_made,
 )
-backward_call = dispatch.internal(ATTENTION_SCORES_BACKWARD)
+backward_call = dispatcher.internal(ATTENTION_SCORES_BACKWARD)
 ATTENTION_SCORES.candidate("torch.eager", trusted=True)(_attention_scores)
 ATTENTION_SCORES_BACKWARD.candidate("torch.eager", trusted=True)(attention_scores_backward)
 
@@ -187,7 +187,7 @@ def scaled_query(
     return (torch.softmax(_masked_scores(q * scale, k, 1.0, mask, is_causal), -1),)
 
 
-@dispatch.public(ATTENTION_SCORES)
+@dispatcher.public(ATTENTION_SCORES)
 def attention_scores(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> tuple[Any, ...]:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ... import selector
 from ...autotune import measure_key
 from ...core import policy
 from ...core.candidate import Launcher
 from ...core.key import Key
 from ...core.op import Op
+from ...dispatch import decision
+from ...dispatch import selector as dispatch_selector
 from ...system import capture_state
 
-Way = Callable[[selector.Choice, selector.Choice], Launcher]
+Way = Callable[[decision.Choice, decision.Choice], Launcher]
 
 
 def launcher(both: Sequence[tuple[Op, Key]], device: torch.device, way: Way) -> Launcher:
@@ -24,7 +25,7 @@ def launcher(both: Sequence[tuple[Op, Key]], device: torch.device, way: Way) -> 
         for op, k in both:
             measure_key.measured(op, k, device)
     with policy.measuring() as chosen:
-        ahead, back = (selector.choose(op, k, args, chosen) for op, k in both)
+        ahead, back = (dispatch_selector.choose(op, k, args, chosen) for op, k in both)
     eager = way(ahead, back)
     if not (ahead.captured or back.captured):
         return eager

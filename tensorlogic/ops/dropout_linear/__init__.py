@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
 from ...core.op import Gradient, Op, bits
+from ...dispatch import dispatcher
 from ...kernels.register import rows
 from ...system.capture_state import capturing
 from ..common import checks, costs, folded, samples
@@ -190,7 +190,7 @@ DROPOUT_LINEAR_BACKWARD = Op(
     outputs=3,
     internal=True,
 )
-backward_call = dispatch.internal(DROPOUT_LINEAR_BACKWARD)
+backward_call = dispatcher.internal(DROPOUT_LINEAR_BACKWARD)
 DROPOUT_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(dropout_linear_backward)
 
 
@@ -219,7 +219,7 @@ def eager(
     return (y, mask) if save else (y,)
 
 
-@dispatch.public(DROPOUT_LINEAR)
+@dispatcher.public(DROPOUT_LINEAR)
 def _masked(
     x: Tensor,
     weight: Tensor,
@@ -294,7 +294,7 @@ def dropout_linear(
         )
         return (linear if recorded else F.linear)(F.dropout(x, p), weight, bias)
     # vmap may want a mask for each example, which have no one seed
-    if dispatch.transforming():
+    if dispatcher.transforming():
         _check(x, weight, bias)
         kept = torch.rand(x.shape, device=x.device, generator=generator) >= p
         return linear(torch.where(kept, x / (1 - p), 0), weight, bias)

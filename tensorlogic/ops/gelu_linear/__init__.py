@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
+from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
 from ..common import checks, costs, folded, samples
@@ -96,7 +96,7 @@ GELU_LINEAR_BACKWARD = Op(
     outputs=3,
     internal=True,
 )
-backward_call = dispatch.internal(GELU_LINEAR_BACKWARD)
+backward_call = dispatcher.internal(GELU_LINEAR_BACKWARD)
 GELU_LINEAR.candidate("torch.eager", trusted=True)(_gelu_linear)
 GELU_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(gelu_linear_backward)
 
@@ -135,7 +135,7 @@ def widened_backward(
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)
 
 
-@dispatch.public(GELU_LINEAR)
+@dispatcher.public(GELU_LINEAR)
 def gelu_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: Literal["none", "tanh"] = "tanh"
 ) -> tuple[Any, ...]:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
 from ...core import saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
+from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
 from ..common import checks, costs, folded, samples
@@ -187,7 +187,7 @@ LAYER_NORM_LINEAR_BACKWARD = Op(
     outputs=5,
     internal=True,
 )
-backward_call = dispatch.internal(LAYER_NORM_LINEAR_BACKWARD)
+backward_call = dispatcher.internal(LAYER_NORM_LINEAR_BACKWARD)
 LAYER_NORM_LINEAR.candidate("torch.eager", trusted=True)(_layer_norm_linear)
 LAYER_NORM_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(layer_norm_linear_backward)
 
@@ -247,7 +247,7 @@ def widened_backward(
     return tuple(g if g is None else g.to(dy.dtype) for g in grads)
 
 
-@dispatch.public(LAYER_NORM_LINEAR)
+@dispatcher.public(LAYER_NORM_LINEAR)
 def layer_norm_linear(
     x: Tensor,
     gamma: Tensor | None,

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.activations import ACTIVATIONS, Activation, remembered
 from ...core.candidate import Outputs
@@ -18,6 +17,7 @@ from ...core.key import Key
 from ...core.numeric_mode import Mode
 from ...core.op import Gradient, Op, bits
 from ...core.precision_policy import precision as Precision
+from ...dispatch import dispatcher
 from ..common import checks, costs, folded, samples
 from . import reference
 
@@ -103,7 +103,7 @@ LINEAR_BACKWARD = Op(
     outputs=4,
     internal=True,
 )
-backward_call = dispatch.internal(LINEAR_BACKWARD)
+backward_call = dispatcher.internal(LINEAR_BACKWARD)
 
 
 def _checked(
@@ -127,7 +127,7 @@ def _checked(
     return x, weight, bias, residual, activation or "none"
 
 
-@dispatch.public(LINEAR)
+@dispatcher.public(LINEAR)
 def linear(
     x: Tensor,
     weight: Tensor,

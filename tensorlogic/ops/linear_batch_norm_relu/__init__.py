@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
 from ...core.op import Gradient, Op, bits
+from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
 from ..common import checks, costs, folded, samples
@@ -235,7 +235,7 @@ LINEAR_BATCH_NORM_RELU_BACKWARD = Op(
     outputs=5,
     internal=True,
 )
-backward_call = dispatch.internal(LINEAR_BATCH_NORM_RELU_BACKWARD)
+backward_call = dispatcher.internal(LINEAR_BATCH_NORM_RELU_BACKWARD)
 LINEAR_BATCH_NORM_RELU.candidate("torch.eager", trusted=True)(_linear_batch_norm_relu)
 LINEAR_BATCH_NORM_RELU_BACKWARD.candidate("torch.eager", trusted=True)(
     linear_batch_norm_relu_backward
@@ -297,7 +297,7 @@ def widened(
     return (bn.relu_().to(x.dtype).view(z.shape),)
 
 
-@dispatch.public(LINEAR_BATCH_NORM_RELU)
+@dispatcher.public(LINEAR_BATCH_NORM_RELU)
 def linear_batch_norm_relu(
     x: Tensor,
     weight: Tensor,

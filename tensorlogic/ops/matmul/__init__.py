@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.activations import ACTIVATIONS, SMOOTH, Activation, activate, activate_, remembered
 from ...core.activations import gradient as activation_gradient
@@ -19,6 +18,7 @@ from ...core.key import Key
 from ...core.numeric_mode import Mode
 from ...core.op import Gradient, Op, bits
 from ...core.precision_policy import precision as Precision
+from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ..common import checks, costs, folded, samples
 
@@ -141,10 +141,10 @@ MATMUL_BACKWARD = Op(
     outputs=2,
     internal=True,
 )
-backward_call = dispatch.internal(MATMUL_BACKWARD)
+backward_call = dispatcher.internal(MATMUL_BACKWARD)
 
 
-@dispatch.public(MATMUL)
+@dispatcher.public(MATMUL)
 def matmul(
     a: Tensor,
     b: Tensor,

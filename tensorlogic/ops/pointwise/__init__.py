@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks
+from ...dispatch import dispatcher
 from ..common import checks
 from .family import ADD, ADD_RELU, AFFINE, DIV, GELU, MUL, MUL_RELU, RELU, SILU, SUB
 from .family import FAMILY as FAMILY
@@ -63,7 +63,7 @@ def _real(fn: str, **given: Tensor) -> None:
             )
 
 
-@dispatch.public(ADD)
+@dispatcher.public(ADD)
 def add(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a + b, broadcast and promoted as torch.add.
 
@@ -86,7 +86,7 @@ def add(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("add", {"a": a, "b": b})
 
 
-@dispatch.public(SUB)
+@dispatcher.public(SUB)
 def sub(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a - b, broadcast and promoted as torch.sub.
 
@@ -109,7 +109,7 @@ def sub(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("sub", {"a": a, "b": b})
 
 
-@dispatch.public(MUL)
+@dispatcher.public(MUL)
 def mul(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a * b, broadcast and promoted as torch.mul.
 
@@ -132,7 +132,7 @@ def mul(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("mul", {"a": a, "b": b})
 
 
-@dispatch.public(DIV)
+@dispatcher.public(DIV)
 def div(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a / b, broadcast and promoted as torch.div.
 
@@ -155,7 +155,7 @@ def div(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("div", {"a": a, "b": b})
 
 
-@dispatch.public(RELU)
+@dispatcher.public(RELU)
 def relu(x: Tensor) -> tuple[Any, ...]:
     """max(x, 0); NaN stays NaN.
 
@@ -179,7 +179,7 @@ def relu(x: Tensor) -> tuple[Any, ...]:
     return (x,)
 
 
-@dispatch.public(GELU)
+@dispatcher.public(GELU)
 def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> tuple[Any, ...]:
     """x * Phi(x), the Gaussian error linear unit.
 
@@ -205,7 +205,7 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> tuple[Any,
     return x, approximate
 
 
-@dispatch.public(SILU)
+@dispatcher.public(SILU)
 def silu(x: Tensor) -> tuple[Any, ...]:
     """x * sigmoid(x), the sigmoid linear unit.
 
@@ -230,7 +230,7 @@ def silu(x: Tensor) -> tuple[Any, ...]:
     return (x,)
 
 
-@dispatch.public(ADD_RELU)
+@dispatcher.public(ADD_RELU)
 def add_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """relu(a + b) in one pass over memory.
 
@@ -253,7 +253,7 @@ def add_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("add_relu", {"a": a, "b": b})
 
 
-@dispatch.public(MUL_RELU)
+@dispatcher.public(MUL_RELU)
 def mul_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """relu(a * b) in one pass over memory.
 
@@ -276,7 +276,7 @@ def mul_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("mul_relu", {"a": a, "b": b})
 
 
-@dispatch.public(AFFINE)
+@dispatcher.public(AFFINE)
 def affine(x: Tensor | complex, scale: Tensor | complex, bias: Tensor | complex) -> tuple[Any, ...]:
     """x * scale + bias in one pass over memory.
 

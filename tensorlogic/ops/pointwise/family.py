@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
 from ...core import saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
+from ...dispatch import dispatcher
 from ..common import costs, folded, samples
 from . import reference
 
@@ -56,7 +56,7 @@ def _op(
     ) -> tuple[Any, ...]:
         # forward has marked where its output is above 0: see together.py
         if len(saved) > 4:
-            if dispatch.ordinary(dy):
+            if dispatcher.ordinary(dy):
                 dz = flags.settle(dy, saved[4])
                 return tuple([dz if n else None for n in needs])
             saved = (*saved[:3], flags.settle.output(saved[4]))
@@ -173,7 +173,7 @@ POINTWISE_BACKWARD = Op(
     internal=True,
 )
 POINTWISE_BACKWARD.candidate("torch.eager", trusted=True)(pointwise_backward)
-backward_call = dispatch.internal(POINTWISE_BACKWARD)
+backward_call = dispatcher.internal(POINTWISE_BACKWARD)
 
 
 def _add(a: Tensor, b: Tensor, save: bool) -> tuple[Tensor, ...]:

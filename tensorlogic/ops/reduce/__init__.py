@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...core.op import Gradient, Op
+from ...dispatch import dispatcher
 from ..common import checks, costs, folded
 
 # files for a device, in the order in which ties are broken
@@ -115,7 +115,7 @@ EXTREME_BACKWARD = Op(
     internal=True,
 )
 EXTREME_BACKWARD.candidate("torch.eager", trusted=True)(extreme_backward)
-backward_call = dispatch.internal(EXTREME_BACKWARD)
+backward_call = dispatcher.internal(EXTREME_BACKWARD)
 
 
 def _op(
@@ -143,7 +143,7 @@ def _op(
         scalars: tuple[Any, ...],
         dy: Tensor,
     ) -> tuple[Any, ...]:
-        if extreme and len(saved) > 2 and dispatch.ordinary(dy):
+        if extreme and len(saved) > 2 and dispatcher.ordinary(dy):
             return (flags.settle(dy.contiguous(), *saved),)
         if extreme:
             return backward_call(dy.contiguous(), *saved[:2], flags.dim, flags.keepdim)
@@ -224,7 +224,7 @@ def _checked(fn: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool)
     return x, order, argument_checks.flag(fn, "keepdim", keepdim)
 
 
-@dispatch.public(SUM)
+@dispatcher.public(SUM)
 def sum(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ def sum(
     return _checked("sum", x, dim, keepdim)
 
 
-@dispatch.public(MEAN)
+@dispatcher.public(MEAN)
 def mean(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
@@ -274,7 +274,7 @@ def mean(
     return _checked("mean", x, dim, keepdim)
 
 
-@dispatch.public(MAX)
+@dispatcher.public(MAX)
 def max(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
@@ -299,7 +299,7 @@ def max(
     return _checked("max", x, dim, keepdim)
 
 
-@dispatch.public(MIN)
+@dispatcher.public(MIN)
 def min(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:

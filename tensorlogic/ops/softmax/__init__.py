@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op
+from ...dispatch import dispatcher
 from ..common import checks, costs, folded, samples
 
 # files for a device, in the order in which ties are broken
@@ -102,10 +102,10 @@ SOFTMAX_BACKWARD = Op(
 )
 SOFTMAX.candidate("torch.eager", trusted=True)(_softmax)
 SOFTMAX_BACKWARD.candidate("torch.eager", trusted=True)(softmax_backward)
-backward_call = dispatch.internal(SOFTMAX_BACKWARD)
+backward_call = dispatcher.internal(SOFTMAX_BACKWARD)
 
 
-@dispatch.public(SOFTMAX)
+@dispatcher.public(SOFTMAX)
 def _float_softmax(x: Tensor, dim: int) -> tuple[Any, ...]:
     checks.tensors("softmax", {"x": x})
     return x, dim

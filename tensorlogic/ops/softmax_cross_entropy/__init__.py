@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
 from ...core.op import Gradient, Op
+from ...dispatch import dispatcher
 from ..common import checks, costs, samples
 
 # files for a device, in the order in which ties are broken
@@ -94,7 +94,7 @@ def _backward(
     dy: Tensor,
 ) -> tuple[Any, ...]:
     if len(saved) > 4:  # the gradient was prepared by forward: see together.py
-        if dispatch.ordinary(dy):
+        if dispatcher.ordinary(dy):
             return (flags.settle(dy, *saved), None)
         logits, target, lse, share = saved[:4]
         saved = (logits, target, lse[: target.numel()], share)
@@ -174,14 +174,14 @@ SOFTMAX_CROSS_ENTROPY_BACKWARD = Op(
     keyed=("label_smoothing",),
     internal=True,
 )
-backward_call = dispatch.internal(SOFTMAX_CROSS_ENTROPY_BACKWARD)
+backward_call = dispatcher.internal(SOFTMAX_CROSS_ENTROPY_BACKWARD)
 SOFTMAX_CROSS_ENTROPY.candidate("torch.eager", trusted=True)(_softmax_cross_entropy)
 SOFTMAX_CROSS_ENTROPY_BACKWARD.candidate("torch.eager", trusted=True)(
     softmax_cross_entropy_backward
 )
 
 
-@dispatch.public(SOFTMAX_CROSS_ENTROPY)
+@dispatcher.public(SOFTMAX_CROSS_ENTROPY)
 def _rows(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str
 ) -> tuple[Any, ...]:

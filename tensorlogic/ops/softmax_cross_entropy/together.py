@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import selector
 from ...core.candidate import EAGER, Candidate, Config, Launcher
 from ...core.key import Key, TensorSpec
 from ...core.op import Op, key_flags
+from ...dispatch import decision
 from ...system import hardware
 from ..common import apart, costs, samples
 from . import SOFTMAX_CROSS_ENTROPY as FORWARD
@@ -131,7 +131,7 @@ def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
     """Forward and backward as each of them is chosen."""
     plain = TOGETHER.closer(_eager, *key_flags(key))
 
-    def way(ahead: selector.Choice, back: selector.Choice) -> Launcher:
+    def way(ahead: decision.Choice, back: decision.Choice) -> Launcher:
         if ahead.candidate.id == EAGER:  # recorded, it brings PyTorch's own backward
             return plain
 

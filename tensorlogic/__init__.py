@@ -19,6 +19,7 @@ from .core.numeric_mode import PrecisionWarning
 from .core.policy import policy
 from .core.precision_policy import precision
 from .core.weight_cache import constant, invalidate
+from .device_placement.placement import placement
 from .dispatch.startup import activate as _activate
 from .dispatch.startup import warn_of_namesakes as _warn
 from .enabling import disable, enable
@@ -35,7 +36,6 @@ from .ops.pointwise import add, add_relu, affine, div, gelu, mul, mul_relu, relu
 from .ops.reduce import max, mean, min, sum
 from .ops.softmax import softmax
 from .ops.softmax_cross_entropy import softmax_cross_entropy
-from .placement import placement
 
 if TYPE_CHECKING:
     from .autotune.tune import tune

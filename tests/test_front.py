@@ -211,7 +211,7 @@ def test_symbolic_traces_hold_calls(roads: Roads) -> None:
 
 @pytest.mark.parametrize(
     "context",
-    [lambda: tensorlogic.policy(force=EAGER), lambda: tensorlogic.core.precision_policy("f32"), lambda: tensorlogic.placement("cpu")],
+    [lambda: tensorlogic.policy(force=EAGER), lambda: tensorlogic.core.precision_policy("f32"), lambda: tensorlogic.device_placement.placement("cpu")],
 )  # fmt: skip
 def test_policies_break_graphs_and_say_so(context: Callable[[], Any]) -> None:
     x, w = torch.randn(3, 4), torch.randn(5, 4)

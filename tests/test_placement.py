@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic import speeds
 from tensorlogic.core import policy
+from tensorlogic.device_placement import link_speed
 from tensorlogic.memory import pinned_buffers, transfer
 from tensorlogic.native import cpu_library
 
@@ -175,48 +175,48 @@ def test_links_are_timed_once_and_speeds_are_the_best_of_all_times(
         return t
 
     monkeypatch.setattr(transfer, "to", to)
-    monkeypatch.setattr(speeds, "PROBED", (1 << 12, 1 << 20))
-    monkeypatch.setitem(speeds.SIDES, "cpu", 32)
-    speeds.forget()
+    monkeypatch.setattr(link_speed, "PROBED", (1 << 12, 1 << 20))
+    monkeypatch.setitem(link_speed.SIDES, "cpu", 32)
+    link_speed.forget()
     try:
         with monkeypatch.context() as timed:
-            timed.setattr(speeds, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-            link = speeds.link(cpu)
+            timed.setattr(link_speed, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+            link = link_speed.link(cpu)
             assert link.timed
-            assert speeds.link(cpu) is link
+            assert link_speed.link(cpu) is link
         assert link.latency == pytest.approx(0.001)
         assert link.bandwidth == pytest.approx(((1 << 20) - (1 << 12)) / 0.002)
         assert len({at for _, at in moved}) == 5
         assert sum(nbytes == 1 << 20 for nbytes, _ in moved) == 10
-        fast = speeds.speed(cpu)
-        assert speeds.speed(cpu) >= fast > 0
-        speeds._NEXT.clear()
+        fast = link_speed.speed(cpu)
+        assert link_speed.speed(cpu) >= fast > 0
+        link_speed._NEXT.clear()
         with torch.autocast("cpu"):
-            assert speeds.speed(cpu) >= fast
-        speeds.forget()
-        assert not speeds._SPEED
-        assert not speeds._LINKS
+            assert link_speed.speed(cpu) >= fast
+        link_speed.forget()
+        assert not link_speed._SPEED
+        assert not link_speed._LINKS
     finally:
-        speeds.forget()
+        link_speed.forget()
 
 
 def test_placement_without_a_gpu_or_with_one_gives_the_same() -> None:
     a = torch.randn(64, 64)
     for place in ("auto", "cpu", None):
-        with tensorlogic.placement(place):
+        with tensorlogic.device_placement.placement(place):
             y = tensorlogic.matmul(a, a, activation="relu")
         torch.testing.assert_close(y, torch.relu(a @ a))
         assert y.device.type == "cpu"
     assert policy.current().placement is None
     with (
         pytest.raises(ValueError, match=r"placement: device is 'nowhere'"),
-        tensorlogic.placement("nowhere"),
+        tensorlogic.device_placement.placement("nowhere"),
     ):
         pass
     if not CUDA:
         with (
             pytest.raises(ValueError, match=r"'cuda', which is not there"),
-            tensorlogic.placement("cuda"),
+            tensorlogic.device_placement.placement("cuda"),
         ):
             pass
 
@@ -238,7 +238,7 @@ def test_staged_transfers_keep_every_bit(dtype: torch.dtype) -> None:
 @gpu
 def test_placed_calls_and_gradients() -> None:
     a, b = torch.randn(512, 512), torch.randn(512, 512, requires_grad=True)
-    with tensorlogic.placement("cuda"):
+    with tensorlogic.device_placement.placement("cuda"):
         y = tensorlogic.matmul(a, b)
         y.sum().backward()
     assert y.device.type == "cpu"
@@ -246,10 +246,10 @@ def test_placed_calls_and_gradients() -> None:
     torch.testing.assert_close(b.grad, a.t() @ torch.ones(512, 512), rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(y, a @ b, rtol=1e-3, atol=1e-2)
     x = tensorlogic.unified(a)
-    with tensorlogic.placement("cuda"):
+    with tensorlogic.device_placement.placement("cuda"):
         z = tensorlogic.matmul(tensorlogic.matmul(x, x), x)
     assert z.devices == (torch.device("cuda", 0),)
     a.mul_(2)
-    with tensorlogic.placement("cuda"):
+    with tensorlogic.device_placement.placement("cuda"):
         z = tensorlogic.matmul(x, x)
     torch.testing.assert_close(z.on("cpu"), a @ a, rtol=1e-3, atol=1e-1)

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import speeds, trials
+from tensorlogic.device_placement import link_speed, timing_history
 from tensorlogic.memory import transfer
 
 GPU = torch.device("cuda", 0)
 SIDE = 128  # of a product that is worth a look: 4 million operations
-placement = importlib.import_module("tensorlogic.placement")
+placement = importlib.import_module("tensorlogic.device_placement.placement")
 
 
 def forget() -> None:
     placement.forget()
-    speeds.forget()
+    link_speed.forget()
 
 
 class Machine:
@@ -35,21 +35,21 @@ class Machine:
         self.clock, self.ran, self.patch = 0.0, [], monkeypatch
         self.takes = {"cpu": 4e-3, "cuda": 1e-4}
         self.speeds = {"cpu": 1e9, "cuda": 1e12}
-        link = speeds.Link(1e-5, 1e10, True)
+        link = link_speed.Link(1e-5, 1e10, True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(transfer, "available", lambda kind="cuda": True)  # which remembers
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        monkeypatch.setattr(speeds, "link", lambda device: link)
-        monkeypatch.setattr(speeds, "speed", self.speed)
-        monkeypatch.setattr(speeds, "time_again", lambda place: None)
+        monkeypatch.setattr(link_speed, "link", lambda device: link)
+        monkeypatch.setattr(link_speed, "speed", self.speed)
+        monkeypatch.setattr(link_speed, "time_again", lambda place: None)
         monkeypatch.setattr(placement, "_moved", self.moved)
         monkeypatch.setattr(placement, "_home", lambda out: out)
         clock = SimpleNamespace(perf_counter=lambda: self.clock)
-        monkeypatch.setattr(trials, "time", clock)
+        monkeypatch.setattr(timing_history, "time", clock)
 
     def speed(self, place: torch.device) -> float:
-        return max(self.speeds[place.type], speeds._SPEED.get(place, 0.0))
+        return max(self.speeds[place.type], link_speed._SPEED.get(place, 0.0))
 
     def moved(self, given: Any, place: torch.device) -> Any:
         if isinstance(given, Tensor) and not given.requires_grad:  # the first operand
@@ -62,7 +62,7 @@ class Machine:
         a, b = torch.randn(side, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
         b.requires_grad_()
         self.ran.clear()
-        with torch.no_grad(), tensorlogic.placement("auto"):
+        with torch.no_grad(), tensorlogic.device_placement.placement("auto"):
             for _ in range(times):
                 y = tensorlogic.matmul(a, b)
         torch.testing.assert_close(y, a @ b, rtol=1e-4, atol=1e-4)
@@ -137,7 +137,9 @@ def test_what_was_disturbed_is_timed_again_and_mended(machine: Machine) -> None:
     machine.takes = {"cpu": 2**-12, "cuda": 2**-13}  # whose sums are exact
     assert machine.run(6) == ["cuda"] * 3 + ["cpu"] * 3
     machine.takes["cpu"] = 1e-5
-    rest = round(trials.AGAIN * 2 / trials.SHARE)  # 3 calls of twice the time are 5 % of these
+    rest = round(
+        timing_history.AGAIN * 2 / timing_history.SHARE
+    )  # 3 calls of twice the time are 5 % of these
     assert machine.run(rest) == ["cuda"] * rest
     assert machine.run(6) == ["cuda"] * 3 + ["cpu"] * 3
     assert set(machine.run(10)) == {"cpu"}
@@ -178,7 +180,7 @@ def test_calls_that_stay_are_counted_until_both_are_timed_again(machine: Machine
     machine.speeds["cpu"] = 6e10
     machine.takes = {"cpu": 2**-14, "cuda": 2**-13}
     machine.run(6)
-    rest = round(trials.AGAIN * 2 / trials.SHARE)
+    rest = round(timing_history.AGAIN * 2 / timing_history.SHARE)
     seen = machine.run(rest)
     assert set(seen) == {"cpu"}
     assert len(seen) < 3  # the others did not come by
@@ -194,12 +196,14 @@ def test_calls_that_stay_are_counted_until_both_are_timed_again(machine: Machine
 def test_a_cpu_that_never_ran_is_tried_once_its_speed_is_known_better(machine: Machine) -> None:
     """Somebody had its cores when its speed was timed: it is timed again, and a product runs there if that makes it likely."""
     asked: list[torch.device] = []
-    machine.patch.setattr(speeds, "time_again", asked.append)
+    machine.patch.setattr(link_speed, "time_again", asked.append)
     machine.speeds["cpu"], machine.takes["cuda"] = 3e10, 2**-15
     machine.takes["cpu"] = 2**-16
     assert machine.run(200) == ["cuda"] * 200
     (trial,) = placement._TRIALS.values()
-    assert trial.rest == pytest.approx(trials.AGAIN * (2 * SIDE**3 / 3e10) / 2**-15 / trials.SHARE)
+    assert trial.rest == pytest.approx(
+        timing_history.AGAIN * (2 * SIDE**3 / 3e10) / 2**-15 / timing_history.SHARE
+    )
     assert machine.run(200) == ["cuda"] * 200  # as hopeless as before
     assert asked == [torch.device("cpu")]
     machine.speeds["cpu"] = 6e10
@@ -249,20 +253,20 @@ def test_a_speed_is_the_best_of_all_times_and_ever_less_often_taken(
         return clock[0]
 
     forget()
-    monkeypatch.setitem(speeds.SIDES, "cpu", 8)
-    monkeypatch.setattr(speeds, "time", SimpleNamespace(perf_counter=ticks))
+    monkeypatch.setitem(link_speed.SIDES, "cpu", 8)
+    monkeypatch.setattr(link_speed, "time", SimpleNamespace(perf_counter=ticks))
     try:
-        assert speeds.speed(cpu) == size
-        begin, (again, _) = clock[0], speeds._NEXT[cpu]
-        assert again == begin + 13 / speeds.SHARE  # it has looked at its clock 14 times
-        speeds.time_again(cpu)  # too early
-        assert speeds._NEXT[cpu][0] == again
+        assert link_speed.speed(cpu) == size
+        begin, (again, _) = clock[0], link_speed._NEXT[cpu]
+        assert again == begin + 13 / link_speed.SHARE  # it has looked at its clock 14 times
+        link_speed.time_again(cpu)  # too early
+        assert link_speed._NEXT[cpu][0] == again
         clock[0], step[0] = again, 4.0
-        assert speeds.speed(cpu) == size
-        begin, (later, _) = clock[0], speeds._NEXT[cpu]
-        assert later == begin + 2 * 4 * 13 / speeds.SHARE
+        assert link_speed.speed(cpu) == size
+        begin, (later, _) = clock[0], link_speed._NEXT[cpu]
+        assert later == begin + 2 * 4 * 13 / link_speed.SHARE
         clock[0], step[0] = later, 0.5
-        assert speeds.speed(cpu) == 2 * size
+        assert link_speed.speed(cpu) == 2 * size
     finally:
         forget()
 
@@ -309,7 +313,7 @@ def test_reproducible_calls_stay_where_they_were(machine: Machine) -> None:
 
 def test_explain_shows_the_sum(machine: Machine) -> None:
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
-    with torch.no_grad(), tensorlogic.placement("auto"):
+    with torch.no_grad(), tensorlogic.device_placement.placement("auto"):
         said = str(tensorlogic.explain(tensorlogic.matmul, a, b))
     bytes_in, bytes_out = 2 * 4 * SIDE**2, 4 * SIDE**2
     cpu, run = (round(2 * SIDE**3 / machine.speeds[s] * 1e6) for s in ("cpu", "cuda"))

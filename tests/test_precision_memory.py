@@ -58,7 +58,7 @@ def test_products_of_any_operands_make_no_converted_copy(
 def test_a_gpu_that_is_full_leaves_the_call_to_the_cpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = sys.modules["tensorlogic.placement"]
+    module = sys.modules["tensorlogic.device_placement.placement"]
     tried: list[str] = []
 
     def moved(given: Any, place: torch.device) -> Any:
@@ -72,7 +72,7 @@ def test_a_gpu_that_is_full_leaves_the_call_to_the_cpu(
     monkeypatch.setattr(module, "_moved", moved)
     monkeypatch.setattr(module, "_SAID", set())
     a, b = torch.randn(5, 6), torch.randn(6, 7)
-    with tensorlogic.placement("auto"):
+    with tensorlogic.device_placement.placement("auto"):
         y = tensorlogic.matmul(a, b)
     torch.testing.assert_close(y, a @ b)
     assert tried[0] == "cuda"

@@ -64,7 +64,7 @@ def test_an_array_that_somebody_takes_of_a_tensor_is_never_trusted(elsewhere: El
 
 def test_a_parameter_that_shares_an_array_is_moved_anew(elsewhere: Elsewhere) -> None:
     place, weight = torch.device("meta"), torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    placement = importlib.import_module("tensorlogic.placement")
+    placement = importlib.import_module("tensorlogic.device_placement.placement")
     placement._moved(weight, place), placement._moved(weight, place)
     assert elsewhere.moves == 1
     array = weight.detach().numpy()

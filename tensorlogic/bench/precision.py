@@ -21,13 +21,13 @@ from ..core.key import Key
 from ..core.numeric_mode import Mode, PrecisionWarning
 from ..core.op import OPS, Op
 from ..core.precision_policy import precision
+from ..device_placement.placement import placement
 from ..measure import timer
 from ..memory import pool
 from ..memory import transfer as memory_transfer
 from ..mixed_precision import adaptive as mixed_precision_adaptive
 from ..mixed_precision import candidate_order
 from ..ops.matmul import matmul
-from ..placement import placement
 from ..system import heap_trim
 from . import machine
 from .results import write_text

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .measure import isolation as measure_isolation
-from .measure import timer
-from .memory import pinned_buffers, transfer
-from .plans import open_stores
+from ..measure import isolation as measure_isolation
+from ..measure import timer
+from ..memory import pinned_buffers, transfer
+from ..plans import open_stores
 
 # seconds and bytes a second of a transfer, until some were timed
 LINK = (20e-6, 12e9)

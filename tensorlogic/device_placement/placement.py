@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import speeds
-from .core import policy as core_policy
-from .core import weight_cache
-from .core.op import Op
-from .dispatch import call_cache as dispatch_call_cache
-from .dispatch import dispatcher
-from .memory import transfer
-from .memory.unified import Unified
-from .plans import open_stores
-from .system import capture_state
-from .trials import Trial
+from ..core import policy as core_policy
+from ..core import weight_cache
+from ..core.op import Op
+from ..dispatch import call_cache as dispatch_call_cache
+from ..dispatch import dispatcher
+from ..memory import transfer
+from ..memory.unified import Unified
+from ..plans import open_stores
+from ..system import capture_state
+from . import link_speed
+from .timing_history import Trial
 
 LOG = logging.getLogger("tensorlogic")
 SMALL = 1 << 21  # operations below which no transfer pays
@@ -50,7 +50,7 @@ def placement(device: str | torch.device | None = "auto") -> core_policy.Block:
 
     Example:
         >>> import torch, tensorlogic
-        >>> with tensorlogic.placement("auto"):
+        >>> with tensorlogic.device_placement.placement("auto"):
         ...     y = tensorlogic.matmul(torch.ones(4, 4), torch.ones(4, 4))
         >>> y.device
         device(type='cpu')
@@ -250,10 +250,10 @@ def _expected(
     op: Op, given: Sequence[Any], work: float, device: torch.device
 ) -> tuple[float, float, str]:
     """Seconds on the CPU, seconds on the device with what must move, and the sum in words."""
-    link = speeds.link(device)
+    link = link_speed.link(device)
     moving = sum(_bytes_to_move(g, device) for g in given)
     out = 0 if any(isinstance(g, Unified) for g in given) else _out_bytes(op, given)
-    here, run = work / speeds.speed(torch.device("cpu")), work / speeds.speed(device)
+    here, run = work / link_speed.speed(torch.device("cpu")), work / link_speed.speed(device)
     there = link.seconds(moving) + run + link.seconds(out)
     text = (
         f"{op.name}: CPU {here * 1e6:.0f} us; {device} in {link.seconds(moving) * 1e6:.0f} + "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import speeds
+from . import link_speed
 
 # runs of either side that are timed, at least, before the faster one stays for a while
 AGAIN = 3
@@ -80,7 +80,7 @@ class Trial:
             return False
         self.place, self.taken, self.both = None, {}, len(self.taken) > 1
         if not self.both:
-            speeds.time_again(CPU)
+            link_speed.time_again(CPU)
         return True
 
     def timed(self, side: str, run: Callable[[], Any]) -> Any:
@@ -104,7 +104,7 @@ class Trial:
             return
         self.taken.setdefault(side, []).append(seconds)
         if side == "cpu" and self.work:
-            speeds.shown(CPU, self.work / max(seconds, 1e-9))
+            link_speed.shown(CPU, self.work / max(seconds, 1e-9))
 
     def _compare(self, seconds: float) -> None:
         """Let both be timed again where the GPU takes longer than the CPU did: what a transfer takes depends on what else runs."""

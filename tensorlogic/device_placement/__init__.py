@@ -1,0 +1,1 @@
+"""placement("auto"): CPU or GPU by measured times, transfers included."""

@@ -272,7 +272,7 @@ def test_checkpointed_dropout_draws_the_same_mask(id: str, reentrant: bool) -> N
 
 def test_a_gradients_own_gradient_is_never_silently_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward op that is called while gradients are recorded differentiates as PyTorch's formulas do."""
-    from tensorlogic.ops.pointwise.family import backward_call
+    from tensorlogic.ops.pointwise.definitions import backward_call
 
     def detached(key: Key, config: Any, device: torch.device) -> Call:
         eager = OPS["pointwise_backward"].candidates[EAGER].bind(key, {}, device)

@@ -16,7 +16,7 @@ from tensorlogic.core import policy as core_policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
-from tensorlogic.ops.common.random import keep_mask
+from tensorlogic.ops.common.dropout_rng import keep_mask
 
 OP = OPS["dropout_linear"]
 IDS = tuple(OP.candidates)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tensorlogic import doctor
 from tensorlogic.native import cpu_library, library_files
-from tensorlogic.ops.common.random import keep_mask
+from tensorlogic.ops.common.dropout_rng import keep_mask
 from tensorlogic.system import settings
 
 from .support.native import DTYPES, EXACT, INF, NAN, assert_ulps, ulps_of

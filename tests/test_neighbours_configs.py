@@ -23,7 +23,7 @@ from tensorlogic.kernels.gemm import bind
 from tensorlogic.kernels.triton_runtime import config_check
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
 from tensorlogic.measure import verification
-from tensorlogic.ops.softmax_cross_entropy import together
+from tensorlogic.ops.softmax_cross_entropy import joint_backward
 from tensorlogic.system.compile_pool import CompileFailure
 
 from .helpers import DEVICE, cast, full
@@ -69,7 +69,7 @@ def met() -> dict[str, list[Key]]:
                 with policy.use(watching):
                     dispatcher.call(op, tuple(leaves)).sum().backward()
     for key in list(found["softmax_cross_entropy"].values()):
-        if (joined := together.of_forward(key)) is not None:
+        if (joined := joint_backward.of_forward(key)) is not None:
             found[joined[0].name][joined[1].text] = joined[1]
     return {name: list(keys.values()) for name, keys in found.items()}
 

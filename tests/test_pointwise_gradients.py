@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorlogic
-from tensorlogic.ops.pointwise.family import pointwise_backward
+from tensorlogic.ops.pointwise.definitions import pointwise_backward
 
 CALLS = {
     "sub": 2, "mul": 2, "div": 2, "relu": 1, "silu": 1, "gelu": 1, "add_relu": 2, "mul_relu": 2, "affine": 3,

@@ -11,7 +11,7 @@ from tensorlogic.core import tolerance
 from tensorlogic.core.activations import activate
 from tensorlogic.core.op import OPS
 from tensorlogic.measure.verification import STRESS_SLACK, Checker
-from tensorlogic.ops.common import samples
+from tensorlogic.ops.common import sample_inputs
 
 CPU = torch.device("cpu")
 ROWS = torch.randn(1, 12).expand(5, 12)
@@ -36,10 +36,10 @@ def test_expanded_tensors_are_checked_like_any(name: str, args: tuple[Any, ...])
 
 def test_shared_numbers_are_multiplied_once() -> None:
     t = torch.ones(1, 3, 1).expand(4, 3, 2)
-    samples.multiply(t, 5.0)
+    sample_inputs.multiply(t, 5.0)
     assert torch.equal(t, torch.full((4, 3, 2), 5.0))
     number = torch.tensor(2.0)
-    samples.multiply(number, 3.0)
+    sample_inputs.multiply(number, 3.0)
     assert number == 6
 
 

@@ -18,7 +18,7 @@ from tensorlogic.kernels.elementwise import column_passes as elementwise_column_
 from tensorlogic.kernels.elementwise import dropout
 from tensorlogic.kernels.elementwise import elementwise as elementwise_elementwise
 from tensorlogic.kernels.reduce import contiguous as reduce_contiguous
-from tensorlogic.ops.common.random import keep_mask
+from tensorlogic.ops.common.dropout_rng import keep_mask
 
 from .support.triton import DEVICE
 from .support.triton import TOLERANCE_OF_LARGEST as TOLERANCE

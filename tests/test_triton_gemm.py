@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 from tensorlogic.kernels.gemm import tiled
 from tensorlogic.kernels.gemm.spec import GemmSpec, Operand
-from tensorlogic.ops.common.random import keep_mask
+from tensorlogic.ops.common.dropout_rng import keep_mask
 
 from .support.gemm import ACTS, COLUMNWISE, EPS, OFFSET, SEED, SMALL, K, M, N, P, check, operand
 from .support.triton import DEVICE, TORCH

@@ -23,7 +23,9 @@ from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.elementwise import relu_mask as elementwise_relu_mask  # isort: skip
-from tensorlogic.ops.pointwise import family, together  # isort: skip
+from tensorlogic.ops.pointwise import definitions
+
+from tensorlogic.ops.pointwise import joint_backward  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 from .helpers import guessed_best  # isort: skip
@@ -37,7 +39,7 @@ SPECIAL = (NAN, INF, -INF, 0.0, -0.0, 1e-7, -1e-7, 6e-8, 65504.0)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of any size are marked: the interpreter is slow."""
-    monkeypatch.setattr(together, "LEAST", 0)
+    monkeypatch.setattr(joint_backward, "LEAST", 0)
 
 
 def values(count: int, dtype: str, seed: int = 0) -> Tensor:
@@ -168,7 +170,7 @@ def test_what_it_does_not_serve_is_served_as_before(args: tuple[Tensor, ...]) ->
 
 
 def test_small_outputs_are_kept_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "LEAST", 6 * 11 * 4)
+    monkeypatch.setattr(joint_backward, "LEAST", 6 * 11 * 4)
     assert not marked(recorded(tensorlogic.relu, rand(6, 10).requires_grad_()))
     assert marked(recorded(tensorlogic.relu, rand(6, 11).requires_grad_()))
 
@@ -176,22 +178,24 @@ def test_small_outputs_are_kept_themselves(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_key_and_its_parts() -> None:
     """Forward's key, and backward's, name one pair, whose parts are these keys."""
     a = rand(6, 8)
-    forward = replace(family.ADD_RELU.key((a, a, True), "forward"), device="cuda")
-    op, whole = together.of_forward(forward) or pytest.fail("not paired")
+    forward = replace(definitions.ADD_RELU.key((a, a, True), "forward"), device="cuda")
+    op, whole = joint_backward.of_forward(forward) or pytest.fail("not paired")
     assert op.name == whole.op == "pointwise_together"
-    backward = family.POINTWISE_BACKWARD.key((a, None, None, None, a, "add_relu", "10"), "backward")
+    backward = definitions.POINTWISE_BACKWARD.key(
+        (a, None, None, None, a, "add_relu", "10"), "backward"
+    )
     for needs in ("100", "110"):
         flags = (("kind", "add_relu"), ("needs", needs))
-        found = [*together.of_backward(replace(backward, flags=flags, device="cuda"))]
+        found = [*joint_backward.of_backward(replace(backward, flags=flags, device="cuda"))]
         assert found == [(op, whole)]
-    (_, ahead), (_, back) = together.both(whole)
+    (_, ahead), (_, back) = joint_backward.both(whole)
     assert ahead == forward
     assert back == replace(backward, flags=(("kind", "add_relu"), ("needs", "110")), device="cuda")
     for away in (8, 2):  # kernels take whole groups of 16 bytes
         odd = tuple(replace(t, align=away) for t in forward.tensors if t is not None)
-        assert together.of_forward(replace(forward, tensors=odd)) is None
+        assert joint_backward.of_forward(replace(forward, tensors=odd)) is None
     gelu = replace(backward, flags=(("kind", "gelu"), ("needs", "100")), device="cuda")
-    assert not [*together.of_backward(gelu)]
+    assert not [*joint_backward.of_backward(gelu)]
 
 
 @pytest.mark.parametrize("id", [EAGER, "chosen.apart", "triton.marked"])

@@ -19,8 +19,10 @@ from .support.triton import randn as rand
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.gemm.bind import Product  # isort: skip
-from tensorlogic.ops.linear import cublaslt_epilogue, triton_tiled  # isort: skip
-from tensorlogic.ops.matmul import products_backward  # isort: skip
+from tensorlogic.ops.linear import cublaslt
+
+from tensorlogic.ops.linear import triton  # isort: skip
+from tensorlogic.ops.matmul import cublaslt_backward  # isort: skip
 from tensorlogic.kernels.gemm import padded
 from tensorlogic.kernels.triton_runtime import launch
 
@@ -137,13 +139,13 @@ def test_each_tensor_counts_by_its_own_alignment() -> None:
     assert "multiple of 16 bytes" in said("linear", x, w, rand(1025)[1:], None, "none", False)
     op = OPS["linear"]
     for args, names in (((apart, w, b), {"padded_0", "weight"}), ((x, w[:, :767], b), {"padded_0", "padded_1"})):  # fmt: skip
-        plan = padded.padded(triton_tiled.describe)(op.key((*args, None, "none", False), "inference"))  # fmt: skip
+        plan = padded.padded(triton.describe)(op.key((*args, None, "none", False), "inference"))  # fmt: skip
         assert not isinstance(plan, str)
         product = plan.products[-1].aligned(2)
         assert isinstance(product, Product)
         assert {product.given["x"], product.given["w"]} == names
         assert product.spec.align == 16
-    plan = padded.padded(triton_tiled.describe)(op.key((apart, w, rand(1025)[1:], None, "none", False), "inference"))  # fmt: skip
+    plan = padded.padded(triton.describe)(op.key((apart, w, rand(1025)[1:], None, "none", False), "inference"))  # fmt: skip
     assert not isinstance(plan, str)
     assert plan.products[-1].aligned(2).spec.align == 2  # type: ignore[union-attr]
 
@@ -158,7 +160,7 @@ def test_an_operand_is_copied_once() -> None:
 
 def test_odd_rows_are_stored_by_ours() -> None:
     """cuBLASLt takes several times as long as ours for a 16-bit output whose rows begin at odd places, and has the rest of a plan."""
-    describe = padded.padded(cublaslt_epilogue.describe)
+    describe = padded.padded(cublaslt.describe)
 
     def engines(found: Any) -> list[str] | str:
         return found if isinstance(found, str) else [p.engine for p in found.products if isinstance(p, Product)]  # fmt: skip
@@ -173,7 +175,7 @@ def test_odd_rows_are_stored_by_ours() -> None:
         assert said == ([engine] if engine else "its rows are stored by another engine")
     args = (rand(333, 1001), rand(333, 768), rand(768, 1001), None, "none", "11")
     key = OPS["matmul_backward"].key(args, "backward")
-    found = padded.padded(partial(products_backward.describe, engine="cublaslt"))(key)
+    found = padded.padded(partial(cublaslt_backward.describe, engine="cublaslt"))(key)
     assert engines(found) == ["cublaslt", "triton"]
 
 

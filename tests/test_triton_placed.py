@@ -42,7 +42,9 @@ from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.reduce import extreme_index as reduce_extreme_index  # isort: skip
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
-from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward, together  # isort: skip
+from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward
+
+from tensorlogic.ops.reduce import joint_backward  # isort: skip
 
 from .compiled import nothing_spills  # isort: skip
 from .helpers import guessed_best  # isort: skip
@@ -58,7 +60,7 @@ EXTREMES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size: the interpreter is slow."""
-    monkeypatch.setattr(together, "LEAST", 0)
+    monkeypatch.setattr(joint_backward, "LEAST", 0)
 
 
 @pytest.mark.parametrize("config", EXTREME_CONFIGS, ids=EXTREME_NAMES)
@@ -177,7 +179,7 @@ def test_what_it_does_not_serve_is_served_as_before(x: Tensor, dim: tuple[int, .
 
 
 def test_small_tensors_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "LEAST", 6 * 11 * 4)
+    monkeypatch.setattr(joint_backward, "LEAST", 6 * 11 * 4)
     assert not has_places(recorded(tensorlogic.max, rand(6, 10).requires_grad_(), 1))
     assert has_places(recorded(tensorlogic.max, rand(6, 11).requires_grad_(), 1))
 
@@ -186,20 +188,20 @@ def test_a_key_and_its_parts() -> None:
     """Forward's key, and backward's, name one pair, whose parts are these keys; a minimum's is a maximum's to neighbours."""
     x, y = rand(6, 8), rand(6)
     forward = replace(MAX.key((x, (1,), False, True), "forward"), device="cuda")
-    op, whole = together.of_forward(forward) or pytest.fail("not paired")
+    op, whole = joint_backward.of_forward(forward) or pytest.fail("not paired")
     assert op.name == whole.op == PAIR
     backward = replace(EXTREME_BACKWARD.key((y, x, y, (1,), False), "backward"), device="cuda")
-    assert [*together.of_backward(backward)] == [(op, whole)]
+    assert [*joint_backward.of_backward(backward)] == [(op, whole)]
     x3, dy = (
         rand(6, 8, 4),
         rand(4, 6).t(),
     )  # kernels of the gradient take what comes in as it lies nowhere else
     odd = EXTREME_BACKWARD.key((dy, x3, dy, (1,), False), "backward")
-    assert not [*together.of_backward(replace(odd, device="cuda"))]
-    (_, ahead), (_, back) = together.both(whole)
+    assert not [*joint_backward.of_backward(replace(odd, device="cuda"))]
+    (_, ahead), (_, back) = joint_backward.both(whole)
     assert (ahead, back) == (forward, backward)
     least = replace(forward, op="min")
-    _, other = together.of_forward(least) or pytest.fail("not paired")
+    _, other = joint_backward.of_forward(least) or pytest.fail("not paired")
     assert other != whole
     assert op.normal(other).distance(op.normal(whole)) == 0.0
 

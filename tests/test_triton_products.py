@@ -23,7 +23,7 @@ from tensorlogic.kernels.gemm import bind
 from tensorlogic.kernels.elementwise import epilogue_pass  # isort: skip
 from tensorlogic.core.activations import activate  # isort: skip
 from tensorlogic.ops.linear import cublaslt_columns  # isort: skip
-from tensorlogic.ops.linear_batch_norm_relu import cublaslt_columns as norm_columns  # isort: skip
+from tensorlogic.ops.linear_batch_norm_relu import cublaslt as linear_batch_norm_relu_cublaslt  # isort: skip
 from tensorlogic.core.key import Key  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -135,7 +135,9 @@ def test_what_follows_a_product(kind: str, given: str, kept: bool) -> None:
 
 def launched(op: str, key: Key, *args: Any) -> tuple[Tensor, ...]:
     """What `cublaslt.columns` gives, its product by tiles of ours, whatever the size."""
-    plan = {"linear": cublaslt_columns, "linear_batch_norm_relu": norm_columns}[op].describe(key)
+    plan = {"linear": cublaslt_columns, "linear_batch_norm_relu": linear_batch_norm_relu_cublaslt}[
+        op
+    ].describe(key)
     assert not isinstance(plan, str), plan
     ours = [
         replace(p, engine="triton") if isinstance(p, bind.Product) else p for p in plan.products

@@ -22,9 +22,9 @@ from tensorlogic.dispatch import bound_call, candidate_loading
 from tensorlogic.kernels.elementwise import broadcast_grad as elementwise_broadcast_grad
 from tensorlogic.kernels.elementwise import column_passes as elementwise_column_passes
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
-from tensorlogic.ops.pointwise import family
-from tensorlogic.ops.pointwise.family import POINTWISE_BACKWARD, pointwise_backward
-from tensorlogic.ops.pointwise.triton_shared_gradients import READS
+from tensorlogic.ops.pointwise import definitions
+from tensorlogic.ops.pointwise.definitions import POINTWISE_BACKWARD, pointwise_backward
+from tensorlogic.ops.pointwise.triton_broadcast_grad import READS
 
 from .compiled import made
 from .support.triton import DEVICE
@@ -341,8 +341,8 @@ def test_the_reference_reads_what_was_kept(kind: str, shapes: tuple[tuple[int, .
 def test_sizes_of_one_are_no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operand that lacks dimensions of size 1 alone comes to the backward op with what comes in's shape, and leaves with its own."""
     met: list[Tensor] = []
-    served = family.backward_call
-    monkeypatch.setattr(family, "backward_call", lambda *a: met.extend(a[:3]) or served(*a))
+    served = definitions.backward_call
+    monkeypatch.setattr(definitions, "backward_call", lambda *a: met.extend(a[:3]) or served(*a))
     monkeypatch.setattr(bound_call, "FOLLOWED", (DEVICE.type,))
     monkeypatch.setattr(bound_call, "HEAVY_BYTES", -1.0)
     a, b = rand(1, 37, dtype="f32").requires_grad_(), rand(37, dtype="f32").requires_grad_()

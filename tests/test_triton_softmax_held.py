@@ -21,7 +21,7 @@ from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.system import compile_pool
 
 from tensorlogic.kernels import register  # isort: skip
-from tensorlogic.ops.softmax import triton_held  # isort: skip
+from tensorlogic.ops.softmax import triton_smem  # isort: skip
 from .compiled import STACK, resources  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -54,7 +54,7 @@ def within(got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor, dtype: st
 
 
 def offered(columns: int, dtype: str, tensors: int) -> list[dict[str, Any]]:
-    found = triton_held.configs((4096, columns, dtype, (4096, columns), 16), tensors)
+    found = triton_smem.configs((4096, columns, dtype, (4096, columns), 16), tensors)
     assert found, (columns, dtype)
     return found
 

@@ -22,7 +22,10 @@ from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
 from tensorlogic.kernels.triton_runtime import launch_plan
 
 from tensorlogic.kernels import register  # isort: skip
-from tensorlogic.ops.pointwise import layouts, reference, shapes  # isort: skip
+from tensorlogic.ops.common import layouts as common_layouts
+from tensorlogic.ops.pointwise import reference
+
+from tensorlogic.ops.pointwise import shapes  # isort: skip
 from .compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
@@ -286,7 +289,9 @@ def test_outputs_lie_as_pytorch_lays_them() -> None:
              rand(3, 4, 8)[..., :5], rand(3, 8, 5)[:, ::2], rand(4, 1, 3).permute(2, 0, 1), rand(4, 1).expand(3, 4, 5),
              rand(1, 1, 5), rand(4, 3, 1).transpose(0, 1), rand(1)[0], rand(5, 1, 3).permute(2, 1, 0)]  # fmt: skip
     for a, b in itertools.product(views, views):
-        out, stride = layouts.iterated((tuple(a.shape), a.stride()), (tuple(b.shape), b.stride()))
+        out, stride = common_layouts.iterated(
+            (tuple(a.shape), a.stride()), (tuple(b.shape), b.stride())
+        )
         y = a + b
         assert out == tuple(y.shape)
         assert all(n == 1 or s == t for n, s, t in zip(out, stride, y.stride(), strict=True))

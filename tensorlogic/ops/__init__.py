@@ -20,17 +20,17 @@ from . import (
 )
 
 # what is registered before any provider's candidates, PyTorch's own first
-from .linear import precise
+from .linear import precision
 
-from .linear import torch_candidates  # noqa: F401  isort: skip
-from .matmul import precise as _precise  # noqa: F401  isort: skip
-from .pointwise import together  # noqa: F401  isort: skip
-from .reduce import together as _extremes  # noqa: F401  isort: skip
-from .softmax_cross_entropy import together as _together  # noqa: F401  isort: skip
-from . import composed  # noqa: F401  isort: skip  of the ops above
+from .linear import eager  # noqa: F401  isort: skip
+from .matmul import precision as _precise  # noqa: F401  isort: skip
+from .pointwise import joint_backward  # noqa: F401  isort: skip
+from .reduce import joint_backward as _extremes  # noqa: F401  isort: skip
+from .softmax_cross_entropy import joint_backward as _together  # noqa: F401  isort: skip
+from . import precision_composition  # noqa: F401  isort: skip  of the ops above
 
 # files beside the ops that register candidates with several of them
-CANDIDATES = {"cpu": (), "cuda": ("few_rows", "precise_cuda"), "mps": ()}
+CANDIDATES = {"cpu": (), "cuda": ("shared_candidates", "shared_precision"), "mps": ()}
 candidate_loading.FOLDERS += [
     (
         linear,

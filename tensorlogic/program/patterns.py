@@ -15,7 +15,7 @@ from ..ops.gelu_linear.rewrite import RULES as GELU_LINEAR
 from ..ops.group_norm.rewrite import RULES as GROUP_NORM
 from ..ops.layer_norm_linear import layer_norm_linear
 from ..ops.layer_norm_linear.rewrite import RULES as LAYER_NORM_LINEAR
-from ..ops.linear import linear, packed
+from ..ops.linear import linear, prepacked
 from ..ops.linear.rewrite import RULES as LINEAR
 from ..ops.linear_batch_norm_relu.rewrite import RULES as BATCH_NORM
 from ..ops.pointwise.rewrite import ACTIVATIONS
@@ -25,9 +25,9 @@ from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
 from ..ops.swiglu.rewrite import RULES as SWIGLU
 
 WAYS: dict[Any, tuple[Way, ...]] = {
-    gelu_linear: packed.GELU_LINEAR,
-    layer_norm_linear: packed.LAYER_NORM_LINEAR,
-    linear: packed.LINEAR,
+    gelu_linear: prepacked.GELU_LINEAR,
+    layer_norm_linear: prepacked.LAYER_NORM_LINEAR,
+    linear: prepacked.LINEAR,
 }
 PRODUCTS: tuple[Rule, ...] = (
     *EVALUATION,

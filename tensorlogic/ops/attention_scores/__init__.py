@@ -16,10 +16,10 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
 from ...dispatch import dispatcher
-from ..common import checks, costs, folded
+from ..common import canonical_keys, costs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton_scores", "triton_after_product", "triton_direct")}
+CANDIDATES = {"cuda": ("triton", "triton_after_gemm", "triton_hopper")}
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -139,7 +139,7 @@ def _made(key: Key, values: dict[str, Any]) -> None:
 
 
 ATTENTION_SCORES = Op(
-    normal=folded.heads("q", "k"),
+    normal=canonical_keys.heads("q", "k"),
     reference=_attention_scores,
     flops=lambda key: 2.0 * prod(_shape(key)),
     traffic=_traffic,
@@ -149,7 +149,7 @@ ATTENTION_SCORES = Op(
     autocast="composition",
 )
 ATTENTION_SCORES_BACKWARD = Op(
-    normal=folded.heads("dy", "q", "k", "y"),
+    normal=canonical_keys.heads("dy", "q", "k", "y"),
     reference=attention_scores_backward,
     flops=lambda key: 4.0 * prod(_shape(key)),
     traffic=lambda key: 2 * costs.inputs(key),
@@ -212,8 +212,8 @@ def attention_scores(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     fn = "attention_scores"
-    checks.tensors(fn, {"q": q, "k": k}, {"mask": mask})
-    checks.floating(fn, {"q": q, "k": k}, autocast=True)
+    tensor_checks.tensors(fn, {"q": q, "k": k}, {"mask": mask})
+    tensor_checks.floating(fn, {"q": q, "k": k}, autocast=True)
     if q.dim() < 2 or k.dim() < 2 or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{fn}: q is {argument_checks.describe(q)} and k is {argument_checks.describe(k)}; [..., S, D] and [..., T, D] with one D are required"
@@ -224,11 +224,13 @@ def attention_scores(
         raise ValueError(
             f"{fn}: q is {argument_checks.describe(q)} and k is {argument_checks.describe(k)}; their leading dimensions do not broadcast"
         ) from None
-    number = checks.number(fn, "scale", scale, -sys.float_info.max, float("inf"), "that is finite")
+    number = tensor_checks.number(
+        fn, "scale", scale, -sys.float_info.max, float("inf"), "that is finite"
+    )
     if mask is not None:
-        checks.broadcasts(fn, "mask", mask, (*batch, q.shape[-2], k.shape[-2]))
+        tensor_checks.broadcasts(fn, "mask", mask, (*batch, q.shape[-2], k.shape[-2]))
         if mask.dtype != torch.bool:
-            checks.floating(fn, {"mask": mask})
+            tensor_checks.floating(fn, {"mask": mask})
             if mask.is_complex() and not q.is_complex():
                 raise TypeError(
                     f"{fn}: mask is {argument_checks.describe(mask)}; a boolean or real floating mask is required"

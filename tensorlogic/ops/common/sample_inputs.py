@@ -21,10 +21,7 @@ def scaled(fan_in: dict[str, int]) -> Any:
     ) -> Tensor | None:
         if name not in fan_in or 0 in spec.shape or len(spec.shape) < 2:
             return None
-        from ...measure.verification import (
-            normal,
-            strided,  # the sampler that made the other inputs
-        )
+        from ...measure.verification import normal, strided
 
         scale = max(spec.shape[fan_in[name]], 1) ** -0.5
         return strided(

@@ -18,8 +18,8 @@ from ...core.op import Gradient, Op, bits
 from ...dispatch import dispatcher
 from ...kernels.register import rows
 from ...system.capture_state import capturing
-from ..common import checks, costs, folded, samples
-from ..common.random import draw, keep_mask, seeded
+from ..common import canonical_keys, costs, sample_inputs, tensor_checks
+from ..common.dropout_rng import draw, keep_mask, seeded
 from ..linear import LINEAR, LINEAR_BACKWARD, linear
 
 
@@ -126,7 +126,7 @@ def _state(
 ) -> Tensor | None:
     if name == "state":
         return torch.randint(0, 2**62, (2,), device=device, generator=g)
-    return samples.scaled({"weight": 1})(key, name, spec, device, g)
+    return sample_inputs.scaled({"weight": 1})(key, name, spec, device, g)
 
 
 def _captured(key: Key) -> Iterator[tuple[Op, Key]]:
@@ -162,13 +162,13 @@ def _as(op: Op, key: Key, tensors: tuple[TensorSpec | None, ...], flag: tuple[st
 
 _SCALARS = {"p": 0.25, "seed": 20260917, "offset": 12}
 DROPOUT_LINEAR = Op(
-    normal=folded.flat_rows("x"),
+    normal=canonical_keys.flat_rows("x"),
     reference=_dropout_linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
     sample=_state,
     scalars=lambda key: _SCALARS,
-    stress=samples.cancelling("x", "weight"),
+    stress=sample_inputs.cancelling("x", "weight"),
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
     runtime=("seed", "offset"),
@@ -179,7 +179,7 @@ DROPOUT_LINEAR = Op(
     outputs=2,
 )
 DROPOUT_LINEAR_BACKWARD = Op(
-    normal=folded.flat_rows("dy", "x"),
+    normal=canonical_keys.flat_rows("dy", "x"),
     reference=dropout_linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
@@ -235,9 +235,9 @@ def _masked(
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     fn = "dropout_linear"
-    checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias})
-    checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
-    checks.linear_shapes(fn, x, weight, bias)
+    tensor_checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias})
+    tensor_checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
+    tensor_checks.linear_shapes(fn, x, weight, bias)
 
 
 def dropout_linear(
@@ -271,11 +271,11 @@ def dropout_linear(
         torch.Size([2, 4])
     """
     if not (p.__class__ is float and 0.0 <= p < 1.0):
-        p = checks.number(
+        p = tensor_checks.number(
             "dropout_linear", "p", p, 0.0, 1.0, "in [0, 1), the share of elements to drop,"
         )
     if not isinstance(x, Tensor):
-        checks.tensors("dropout_linear", {"x": x, "weight": weight}, {"bias": bias})
+        tensor_checks.tensors("dropout_linear", {"x": x, "weight": weight}, {"bias": bias})
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"dropout_linear: generator is {argument_checks.describe(generator)}; a torch.Generator of x's device or None is required"

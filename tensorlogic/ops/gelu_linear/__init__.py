@@ -17,7 +17,7 @@ from ...core.op import Gradient, Op, bits
 from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
-from ..common import checks, costs, folded, samples
+from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
 
 def _gelu_linear(
@@ -76,23 +76,23 @@ def _direct(key: Key) -> Callable[..., Tensor]:
 
 
 GELU_LINEAR = Op(
-    normal=folded.flat_rows("x"),
+    normal=canonical_keys.flat_rows("x"),
     reference=_gelu_linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
-    sample=samples.scaled({"weight": 1}),
-    stress=samples.cancelling("x", "weight"),
+    sample=sample_inputs.scaled({"weight": 1}),
+    stress=sample_inputs.cancelling("x", "weight"),
     direct=_direct,
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
     autocast="lower",
 )
 GELU_LINEAR_BACKWARD = Op(
-    normal=folded.flat_rows("dy", "x"),
+    normal=canonical_keys.flat_rows("dy", "x"),
     reference=gelu_linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
-    sample=samples.scaled({"weight": 1}),
+    sample=sample_inputs.scaled({"weight": 1}),
     outputs=3,
     internal=True,
 )
@@ -157,8 +157,8 @@ def gelu_linear(
         >>> tensorlogic.gelu_linear(torch.zeros(2, 3), torch.ones(4, 3), torch.ones(4)).sum()
         tensor(8.)
     """
-    checks.tensors("gelu_linear", {"x": x, "weight": weight}, {"bias": bias})
+    tensor_checks.tensors("gelu_linear", {"x": x, "weight": weight}, {"bias": bias})
     argument_checks.one_of("gelu_linear", "approximate", approximate, ("tanh", "none"))
-    checks.floating("gelu_linear", {"x": x, "weight": weight, "bias": bias}, autocast=True)
-    checks.linear_shapes("gelu_linear", x, weight, bias)
+    tensor_checks.floating("gelu_linear", {"x": x, "weight": weight, "bias": bias}, autocast=True)
+    tensor_checks.linear_shapes("gelu_linear", x, weight, bias)
     return x, weight, bias, approximate

@@ -17,7 +17,7 @@ from ...core.op import Gradient, Op, bits
 from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
-from ..common import checks, costs, folded, samples
+from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
 
 def _layer_norm_linear(
@@ -163,11 +163,11 @@ def _offset_rows(key: Key, values: dict[str, Any]) -> None:
 
 
 LAYER_NORM_LINEAR = Op(
-    normal=folded.flat_rows("x"),
+    normal=canonical_keys.flat_rows("x"),
     reference=_layer_norm_linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
-    sample=samples.scaled({"weight": 1}),
+    sample=sample_inputs.scaled({"weight": 1}),
     stress=_offset_rows,
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
@@ -177,11 +177,11 @@ LAYER_NORM_LINEAR = Op(
     outputs=4,
 )
 LAYER_NORM_LINEAR_BACKWARD = Op(
-    normal=folded.flat_rows("dy", "x", "normal"),
+    normal=canonical_keys.flat_rows("dy", "x", "normal"),
     reference=layer_norm_linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
-    sample=samples.scaled({"weight": 1}),
+    sample=sample_inputs.scaled({"weight": 1}),
     prepare=_agreeing,
     keyed=("eps",),
     outputs=5,
@@ -276,13 +276,15 @@ def layer_norm_linear(
         tensor([[-1.0000,  1.0000]])
     """
     fn = "layer_norm_linear"
-    checks.tensors(fn, {"x": x, "weight": weight}, {"gamma": gamma, "beta": beta, "bias": bias})
-    checks.floating(
+    tensor_checks.tensors(
+        fn, {"x": x, "weight": weight}, {"gamma": gamma, "beta": beta, "bias": bias}
+    )
+    tensor_checks.floating(
         fn, {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}, autocast=True
     )
-    checks.linear_shapes(fn, x, weight, bias)
+    tensor_checks.linear_shapes(fn, x, weight, bias)
     for name, t in (("gamma", gamma), ("beta", beta)):
-        checks.shape(
+        tensor_checks.shape(
             fn, name, t, (x.shape[-1],), f"one value for each of x's {x.shape[-1]} features"
         )
     return (
@@ -291,5 +293,5 @@ def layer_norm_linear(
         beta,
         weight,
         bias,
-        checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0"),
+        tensor_checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0"),
     )

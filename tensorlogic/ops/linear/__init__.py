@@ -18,11 +18,11 @@ from ...core.numeric_mode import Mode
 from ...core.op import Gradient, Op, bits
 from ...core.precision_policy import precision as Precision
 from ...dispatch import dispatcher
-from ..common import checks, costs, folded, samples
+from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 from . import reference
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_epilogue", "cublaslt_columns")}
+CANDIDATES = {"cuda": ("triton", "cublaslt", "cublaslt_columns")}
 
 
 def _kept(
@@ -80,14 +80,14 @@ def _direct(key: Key) -> Callable[..., Tensor] | None:
 
 
 LINEAR = Op(
-    normal=folded.flat_rows("x", "residual"),
+    normal=canonical_keys.flat_rows("x", "residual"),
     reference=reference.linear,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
-    sample=samples.scaled({"weight": 1}),
-    stress=samples.cancelling("x", "weight"),
+    sample=sample_inputs.scaled({"weight": 1}),
+    stress=sample_inputs.cancelling("x", "weight"),
     direct=_direct,
-    landmarks=samples.picked("x", "weight"),
+    landmarks=sample_inputs.picked("x", "weight"),
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
     autocast="lower",
@@ -95,11 +95,11 @@ LINEAR = Op(
     outputs=2,
 )
 LINEAR_BACKWARD = Op(
-    normal=folded.flat_rows("dy", "x", "kept", "residual"),
+    normal=canonical_keys.flat_rows("dy", "x", "kept", "residual"),
     reference=reference.linear_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
-    sample=samples.scaled({"weight": 1}),
+    sample=sample_inputs.scaled({"weight": 1}),
     outputs=4,
     internal=True,
 )
@@ -114,16 +114,16 @@ def _checked(
     residual: Tensor | None,
     activation: str | None,
 ) -> tuple[Any, ...]:
-    checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, "residual": residual})
+    tensor_checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, "residual": residual})
     argument_checks.one_of(fn, "activation", activation, (None, *ACTIVATIONS))
-    checks.floating(
+    tensor_checks.floating(
         fn, {"x": x, "weight": weight, "bias": bias, "residual": residual}, autocast=True
     )
-    shape = checks.linear_shapes(fn, x, weight, bias)
+    shape = tensor_checks.linear_shapes(fn, x, weight, bias)
     if residual is not None:
-        if residual.dim() == 0 and x.dtype != torch.float64 and checks.autocasting(x.device):
+        if residual.dim() == 0 and x.dtype != torch.float64 and tensor_checks.autocasting(x.device):
             residual = residual.to(torch.get_autocast_dtype(x.device.type))  # it widens no product
-        residual = checks.broadcasts(fn, "residual", residual, shape)
+        residual = tensor_checks.broadcasts(fn, "residual", residual, shape)
     return x, weight, bias, residual, activation or "none"
 
 
@@ -183,7 +183,7 @@ def linear_residual_relu(
         tensor([[0., 3.]])
     """
     if residual is None:
-        checks.tensors("linear_residual_relu", {"residual": residual})
+        tensor_checks.tensors("linear_residual_relu", {"residual": residual})
     try:
         return linear(x, weight, bias, residual, "relu")
     except (TypeError, ValueError):  # said again under this function's name

@@ -13,12 +13,12 @@ from ...kernels.elementwise import column_passes, elementwise
 from ...kernels.gemm import backward_steps, bind, padded
 from ...kernels.gemm.bind import Kernel, Plan, Product
 from ...kernels.reduce import contiguous
-from . import LINEAR, LINEAR_BACKWARD, triton_tiled
+from . import LINEAR, LINEAR_BACKWARD, triton
 
 
 def describe(key: Key) -> Plan | str:
     """The tiled candidate's product by the other engine."""
-    found = triton_tiled.describe(key)
+    found = triton.describe(key)
     if isinstance(found, str):
         return found
     return replace(
@@ -74,7 +74,7 @@ _SOURCES = (
     elementwise,
     contiguous,
     backward_steps,
-    triton_tiled,
+    triton,
     sys.modules[__name__],
 )
 bind.candidate(LINEAR, "cublaslt.epilogue", describe, _SOURCES)
@@ -83,7 +83,7 @@ bind.candidate(
     LINEAR_BACKWARD, "triton.products", partial(describe_backward, engine="triton"), _SOURCES
 )
 padded.candidate(LINEAR, "cublaslt.padded", describe, _SOURCES)
-padded.candidate(LINEAR, "triton.padded", triton_tiled.describe, _SOURCES)
+padded.candidate(LINEAR, "triton.padded", triton.describe, _SOURCES)
 for _engine in ("cublaslt", "triton"):
     _described = partial(describe_backward, engine=_engine)
     padded.candidate(LINEAR_BACKWARD, f"{_engine}.padded", _described, _SOURCES)

@@ -17,14 +17,14 @@ from ...kernels.elementwise import epilogue_pass
 from ...kernels.gemm import bind
 from ...kernels.gemm.bind import Kernel, Plan, Product, Start
 from ...kernels.triton_runtime import device_math
-from . import LINEAR, triton_tiled
+from . import LINEAR, triton
 
 
 def describe(key: Key) -> Plan | str:
     """z = x · weightᵀ in float32, then what follows it, in place where that can be."""
     x, _, bias, residual = key.tensors
     assert x is not None
-    found = register.one_dtype(key) or triton_tiled.describe(key)
+    found = register.one_dtype(key) or triton.describe(key)
     if isinstance(found, str):
         return found
     if x.dtype != "f32":
@@ -65,5 +65,5 @@ bind.candidate(
     LINEAR,
     "cublaslt.columns",
     describe,
-    (epilogue_pass, device_math, triton_tiled, sys.modules[__name__]),
+    (epilogue_pass, device_math, triton, sys.modules[__name__]),
 )

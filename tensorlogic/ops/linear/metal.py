@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...kernels.metal import register as metal_register
 from . import LINEAR, LINEAR_BACKWARD
-from .triton_tiled import describe, describe_backward
+from .triton import describe, describe_backward
 
 metal_register.products(LINEAR, describe)
 metal_register.products(LINEAR_BACKWARD, describe_backward, "tiled", "simdgroup")

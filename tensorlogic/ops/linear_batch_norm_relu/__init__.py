@@ -16,10 +16,10 @@ from ...core.op import Gradient, Op, bits
 from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
-from ..common import checks, costs, folded, samples
+from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_columns", "training")}
+CANDIDATES = {"cuda": ("triton", "cublaslt", "triton_training")}
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -169,7 +169,7 @@ def _cases() -> Any:
     )
 
 
-_weights = samples.scaled({"weight": 1})
+_weights = sample_inputs.scaled({"weight": 1})
 
 
 def _sample(
@@ -211,7 +211,7 @@ def _update(args: tuple[Any, ...], outs: Outputs) -> None:
 
 
 LINEAR_BATCH_NORM_RELU = Op(
-    normal=folded.flat_rows("x"),
+    normal=canonical_keys.flat_rows("x"),
     reference=_linear_batch_norm_relu,
     flops=costs.linear_flops,
     traffic=costs.linear_traffic,
@@ -226,7 +226,7 @@ LINEAR_BATCH_NORM_RELU = Op(
     outputs=4,
 )
 LINEAR_BATCH_NORM_RELU_BACKWARD = Op(
-    normal=folded.flat_rows("dy", "x", "y", "z"),
+    normal=canonical_keys.flat_rows("dy", "x", "y", "z"),
     reference=linear_batch_norm_relu_backward,
     flops=lambda key: 2 * costs.linear_flops(key),
     traffic=lambda key: 2 * costs.inputs(key),
@@ -335,17 +335,17 @@ def linear_batch_norm_relu(
     fn = "linear_batch_norm_relu"
     stats = {"running_mean": running_mean, "running_var": running_var}
     affine = {"gamma": gamma, "beta": beta}
-    checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, **stats, **affine})
-    checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
-    shape = checks.linear_shapes(fn, x, weight, bias)
+    tensor_checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias, **stats, **affine})
+    tensor_checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
+    shape = tensor_checks.linear_shapes(fn, x, weight, bias)
     for name, t in {**stats, **affine}.items():
-        checks.shape(
+        tensor_checks.shape(
             fn, name, t, (shape[-1],), f"one value for each of the {shape[-1]} output features"
         )
         if t is not None:
-            checks.floating(fn, {name: t})
+            tensor_checks.floating(fn, {name: t})
             fits = t.dtype == x.dtype or (t.dtype == torch.float32 and x.dtype in HALVES)
-            if not fits and not checks.autocasting(x.device) and not checks.precise():
+            if not fits and not tensor_checks.autocasting(x.device) and not tensor_checks.precise():
                 raise TypeError(
                     f"{fn}: {name} is {argument_checks.describe(t)}, but x is {argument_checks.describe(x)}; x's dtype is required, or float32 beside halves"
                 )
@@ -363,6 +363,6 @@ def linear_batch_norm_relu(
         raise ValueError(
             f"{fn}: x is {argument_checks.describe(x)}; more than one row is required in training: pass training=False or a larger batch"
         )
-    eps = checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
-    momentum = checks.number(fn, "momentum", momentum, 0.0, 1.0 + 1e-12, "in [0, 1]")
+    eps = tensor_checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
+    momentum = tensor_checks.number(fn, "momentum", momentum, 0.0, 1.0 + 1e-12, "in [0, 1]")
     return x, weight, bias, running_mean, running_var, gamma, beta, eps, training, momentum

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ...kernels.metal import register as metal_register
 from . import LINEAR_BATCH_NORM_RELU
-from .triton_tiled import describe
+from .triton import describe
 
 metal_register.products(LINEAR_BATCH_NORM_RELU, describe)

@@ -21,7 +21,7 @@ from ...kernels.gemm.bind import Kernel, Plan, Product, Start
 from ...kernels.gemm.spec import GemmSpec, Operand
 from ...kernels.norm import batch_norm as norm_batch_norm
 from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
-from .cublaslt_columns import dtypes_of, vectors_refusal, with_products
+from .cublaslt import dtypes_of, vectors_refusal, with_products
 
 GIVEN = "the statistics are given"
 LONG = "columns are too long to be held"

@@ -20,10 +20,10 @@ from ...core.op import Gradient, Op, bits
 from ...core.precision_policy import precision as Precision
 from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
-from ..common import checks, costs, folded, samples
+from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton_tiled", "cublaslt_epilogue", "products_backward")}
+CANDIDATES = {"cuda": ("triton", "cublaslt", "cublaslt_backward")}
 
 
 def matmul_reference(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
@@ -119,25 +119,25 @@ def _cases() -> Any:
 
 
 MATMUL = Op(
-    normal=folded.flat_left("a"),
+    normal=canonical_keys.flat_left("a"),
     reference=matmul_reference,
     flops=lambda key: 2.0 * prod(_mnk(key)),
     traffic=_traffic,
-    sample=samples.scaled({"b": -2}),
-    stress=samples.cancelling("a", "b", -1, -2),
+    sample=sample_inputs.scaled({"b": -2}),
+    stress=sample_inputs.cancelling("a", "b", -1, -2),
     direct=lambda key: torch.matmul if key.flag("activation") == "none" else None,
-    landmarks=samples.picked("a", "b", transposed=False),
+    landmarks=sample_inputs.picked("a", "b", transposed=False),
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
     autocast="lower",
     outputs=2,
 )
 MATMUL_BACKWARD = Op(
-    normal=folded.flat_left("dy", "a", "kept"),
+    normal=canonical_keys.flat_left("dy", "a", "kept"),
     reference=matmul_backward_reference,
     flops=lambda key: 4.0 * prod(_mnk(key)),
     traffic=lambda key: 2 * costs.inputs(key),
-    sample=samples.scaled({"b": -2}),
+    sample=sample_inputs.scaled({"b": -2}),
     outputs=2,
     internal=True,
 )
@@ -173,9 +173,9 @@ def matmul(
         tensor([[1., 0.],
                 [3., 4.]])
     """
-    checks.tensors("matmul", {"a": a, "b": b})
+    tensor_checks.tensors("matmul", {"a": a, "b": b})
     argument_checks.one_of("matmul", "activation", activation, (None, *ACTIVATIONS))
-    checks.floating("matmul", {"a": a, "b": b}, autocast=True)
+    tensor_checks.floating("matmul", {"a": a, "b": b}, autocast=True)
     if a.dim() < 1 or b.dim() < 1:
         raise ValueError(
             f"matmul: a is {argument_checks.describe(a)} and b is {argument_checks.describe(b)}; both need at least one dimension: use a * b for numbers"

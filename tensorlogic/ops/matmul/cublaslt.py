@@ -8,12 +8,12 @@ from dataclasses import replace
 from ...core.key import Key
 from ...kernels.gemm import bind, padded
 from ...kernels.gemm.bind import Plan, Product
-from . import MATMUL, triton_tiled
+from . import MATMUL, triton
 
 
 def describe(key: Key) -> Plan | str:
     """The tiled candidate's product by the other engine."""
-    found = triton_tiled.describe(key)
+    found = triton.describe(key)
     if isinstance(found, str):
         return found
     return replace(
@@ -24,6 +24,6 @@ def describe(key: Key) -> Plan | str:
     )
 
 
-_SOURCES = (triton_tiled, sys.modules[__name__])
+_SOURCES = (triton, sys.modules[__name__])
 bind.candidate(MATMUL, "cublaslt.epilogue", describe, _SOURCES)
 padded.candidate(MATMUL, "cublaslt.padded", describe, _SOURCES)

@@ -13,7 +13,7 @@ from ...kernels.elementwise import elementwise
 from ...kernels.gemm import backward_steps, bind, padded
 from ...kernels.gemm.bind import Kernel, Plan, Product
 from ...kernels.gemm.spec import GemmSpec, Operand
-from . import MATMUL_BACKWARD, triton_tiled
+from . import MATMUL_BACKWARD, triton
 
 
 def _folded(dz: TensorSpec, a: TensorSpec, b: TensorSpec) -> tuple[int, int, list[Operand]] | str:
@@ -25,7 +25,7 @@ def _folded(dz: TensorSpec, a: TensorSpec, b: TensorSpec) -> tuple[int, int, lis
     lead = b.shape[:-2]
     if a.shape[:-2] != lead:
         return "a gradient is summed over broadcast batch dimensions"
-    strides = [triton_tiled.batch_stride(t, lead) for t in (dz, a, b)]
+    strides = [triton.batch_stride(t, lead) for t in (dz, a, b)]
     operands = [
         Operand(t.dtype, t.stride[-2], t.stride[-1], stride)
         for t, stride in zip((dz, a, b), strides, strict=True)
@@ -77,7 +77,7 @@ def describe(key: Key, engine: str = "triton") -> Plan | str:
     return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in named))
 
 
-_SOURCES = (elementwise, backward_steps, triton_tiled, sys.modules[__name__])
+_SOURCES = (elementwise, backward_steps, triton, sys.modules[__name__])
 bind.candidate(MATMUL_BACKWARD, "cublaslt.products", partial(describe, engine="cublaslt"), _SOURCES)
 bind.candidate(MATMUL_BACKWARD, "triton.products", describe, _SOURCES)
 for _engine in ("cublaslt", "triton"):

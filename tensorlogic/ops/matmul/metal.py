@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ...kernels.metal import register as metal_register
 from . import MATMUL
-from .triton_tiled import describe
+from .triton import describe
 
 metal_register.products(MATMUL, describe)

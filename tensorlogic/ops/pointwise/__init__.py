@@ -10,23 +10,34 @@ from torch import Tensor
 
 from ...core import argument_checks
 from ...dispatch import dispatcher
-from ..common import checks
-from .family import ADD, ADD_RELU, AFFINE, DIV, GELU, MUL, MUL_RELU, RELU, SILU, SUB
-from .family import FAMILY as FAMILY
-from .family import POINTWISE_BACKWARD as POINTWISE_BACKWARD
-from .family import backward_call as backward_call
+from ..common import tensor_checks
+from .definitions import (
+    ADD,
+    ADD_RELU,
+    AFFINE,
+    DIV,
+    FAMILY,
+    GELU,
+    MUL,
+    MUL_RELU,
+    POINTWISE_BACKWARD,
+    RELU,
+    SILU,
+    SUB,
+    backward_call,
+)
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton_elementwise", "triton_shared_gradients", "triton_marked")}
+CANDIDATES = {"cuda": ("triton", "triton_broadcast_grad", "triton_relu_mask")}
 
 
 def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """Tensors that broadcast together; numbers become zero-dimensional tensors, as PyTorch promotes them."""
     first = next((v for v in given.values() if isinstance(v, Tensor)), None)
     if first is None:
-        checks.tensors(fn, given)
+        tensor_checks.tensors(fn, given)
     values = {n: _number(v, given) if isinstance(v, Number) else v for n, v in given.items()}
-    checks.tensors(
+    tensor_checks.tensors(
         fn,
         {
             n: v
@@ -175,7 +186,7 @@ def relu(x: Tensor) -> tuple[Any, ...]:
         >>> tensorlogic.relu(torch.tensor([-1.0, 2.0]))
         tensor([0., 2.])
     """
-    checks.tensors("relu", {"x": x})
+    tensor_checks.tensors("relu", {"x": x})
     return (x,)
 
 
@@ -199,7 +210,7 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> tuple[Any,
         >>> tensorlogic.gelu(torch.tensor([-1.0, 2.0]))
         tensor([-0.1587,  1.9545])
     """
-    checks.tensors("gelu", {"x": x})
+    tensor_checks.tensors("gelu", {"x": x})
     argument_checks.one_of("gelu", "approximate", approximate, ("none", "tanh"))
     _real("gelu", x=x)
     return x, approximate
@@ -225,7 +236,7 @@ def silu(x: Tensor) -> tuple[Any, ...]:
         >>> tensorlogic.silu(torch.tensor([0.0, 2.0]))
         tensor([0.0000, 1.7616])
     """
-    checks.tensors("silu", {"x": x})
+    tensor_checks.tensors("silu", {"x": x})
     _real("silu", x=x)
     return (x,)
 

@@ -13,9 +13,9 @@ from ...kernels import register
 from ...kernels.cpu import register as cpu_register
 from ...kernels.cpu.register import FRESH_BYTES
 from ...native import cpu_library
-from .family import FAMILY, POINTWISE_BACKWARD
-from .plain import backward_shape, forward_shape
+from .definitions import FAMILY, POINTWISE_BACKWARD
 from .shapes import BACKWARD, Shape
+from .stride_free import backward_shape, forward_shape
 
 # exponentials that PyTorch's half-precision code computes a few at a time
 COSTLY = ("gelu", "silu")

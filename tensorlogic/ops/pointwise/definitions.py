@@ -18,7 +18,7 @@ from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op, bits
 from ...dispatch import dispatcher
-from ..common import costs, folded, samples
+from ..common import canonical_keys, costs, sample_inputs
 from . import reference
 
 
@@ -75,8 +75,8 @@ def _op(
         flops=lambda key: flops * max(costs.size(t) for t in key.tensors),
         traffic=costs.pointwise_traffic,
         elementwise=True,
-        normal=folded.one_line,
-        landmarks=samples.round_numbers,
+        normal=canonical_keys.one_line,
+        landmarks=sample_inputs.round_numbers,
         cases=lambda: _cases(len(op.dynamic), op.name),
         gradient=Gradient(save, backward, light=True),
         numbers=numbers,
@@ -162,10 +162,10 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
 
 
 POINTWISE_BACKWARD = Op(
-    normal=folded.one_line_of_work,
+    normal=canonical_keys.one_line_of_work,
     reference=pointwise_backward,
     elementwise=True,
-    landmarks=samples.round_numbers,
+    landmarks=sample_inputs.round_numbers,
     prepare=_consistent,
     flops=lambda key: 4.0 * costs.size(key.tensors[0]),
     traffic=lambda key: costs.inputs(key) * 1.5,

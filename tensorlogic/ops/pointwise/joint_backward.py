@@ -14,10 +14,10 @@ from ...core.key import Key, TensorSpec
 from ...core.op import Op
 from ...kernels import register
 from ...system import hardware
-from ..common import apart, costs, folded
-from . import layouts
-from .family import ADD_RELU, RELU
-from .family import POINTWISE_BACKWARD as BACKWARD
+from ..common import canonical_keys, costs, separate_pair
+from ..common import layouts as common_layouts
+from .definitions import ADD_RELU, RELU
+from .definitions import POINTWISE_BACKWARD as BACKWARD
 
 # bytes of an output, below which reading it again costs next to nothing
 LEAST = 4 << 20
@@ -72,7 +72,7 @@ def _alike(key: Key, *names: str) -> TensorSpec | None:
     one = TensorSpec(*looks.pop())
     if looks or one.align < 16 or costs.nbytes(one) < LEAST or register.one_dtype(key, *names):
         return None
-    return one if layouts.dense((one.shape, one.stride)) else None
+    return one if common_layouts.dense((one.shape, one.stride)) else None
 
 
 def of_forward(key: Key) -> tuple[Op, Key] | None:
@@ -107,7 +107,7 @@ def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
 
         return launch
 
-    return apart.launcher(both(key), device, way)
+    return separate_pair.launcher(both(key), device, way)
 
 
 def _cases() -> Any:
@@ -121,7 +121,7 @@ TOGETHER = Op(
     flops=lambda key: 3.0 * costs.size(key.tensors[0]),
     traffic=lambda key: 2 * costs.inputs(key),
     elementwise=True,
-    normal=folded.one_line,
+    normal=canonical_keys.one_line,
     cases=_cases,
     outputs=2,
     internal=True,

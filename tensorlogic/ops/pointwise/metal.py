@@ -14,10 +14,11 @@ from ...kernels import register
 from ...kernels.metal import register as metal_register
 from ...kernels.metal.launch import Start, launcher, written
 from ...kernels.metal.shader_prelude import TYPES
-from . import layouts, plain, shapes
-from .family import FAMILY, POINTWISE_BACKWARD
-from .plain import backward_shape, forward_shape
+from ..common import layouts as common_layouts
+from . import shapes, stride_free
+from .definitions import FAMILY, POINTWISE_BACKWARD
 from .shapes import BACKWARD, Shape
+from .stride_free import backward_shape, forward_shape
 
 THREADS = 256
 MODES = {"full": 0, "row": 1, "column": 2, "one": 3}
@@ -171,7 +172,7 @@ def build_backward(described: tuple[str, Shape], config: Config, device: torch.d
     return launch
 
 
-_SOURCES = (layouts, plain, shapes, sys.modules[__name__])
+_SOURCES = (common_layouts, stride_free, shapes, sys.modules[__name__])
 for _op in FAMILY:
     metal_register.described(_op, "metal.vectors", forward_shape, configs, build, _SOURCES)
 metal_register.described(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ...core.key import Key, TensorSpec
 from ...kernels import register
-from . import layouts
-from .layouts import Dim, Laid, iterated
+from ..common import layouts as common_layouts
+from ..common.layouts import Dim, Laid, iterated
 
 MOST = 4  # dimensions that kernels take apart
 Steps = tuple[int, int, int, int]  # strides along [outer, middle, rows, columns]
@@ -83,7 +83,7 @@ def shape_of(
     out, stride = output or iterated(*given)
     if 0 in out:
         return "empty"
-    dims = layouts.collapsed((out, stride), [layouts.steps(o, out) for o in given])
+    dims = common_layouts.collapsed((out, stride), [common_layouts.steps(o, out) for o in given])
     if len(dims) > MOST:
         return f"operands are strided in more than {MOST} ways"
     dtype, align = operands[0].dtype, register.weakest(key)

@@ -12,8 +12,9 @@ from ...core.dtypes import DTYPES
 from ...kernels import register
 from ...kernels.elementwise import elementwise
 from ...kernels.triton_runtime import device_math
-from . import layouts, shapes
-from .family import FAMILY, POINTWISE_BACKWARD
+from ..common import layouts as common_layouts
+from . import shapes
+from .definitions import FAMILY, POINTWISE_BACKWARD
 from .shapes import BACKWARD, Shape, backward_shape, forward_shape
 
 ERF = ("gelu", "gelu_bwd")  # kinds with some 20 instructions an element
@@ -104,7 +105,7 @@ def _build_backward() -> Any:
     return build
 
 
-_SOURCES = (elementwise, device_math, layouts, shapes, sys.modules[__name__])
+_SOURCES = (elementwise, device_math, common_layouts, shapes, sys.modules[__name__])
 for _op in FAMILY:
     register.described(_op, "triton.flat", forward_shape, configs, build, _SOURCES)
 register.described(

@@ -17,7 +17,7 @@ from ...kernels import register
 from ...kernels.elementwise import broadcast_grad, column_passes, elementwise
 from ...kernels.triton_runtime import device_math, scratch
 from ..reduce.shapes import joined
-from .family import POINTWISE_BACKWARD
+from .definitions import POINTWISE_BACKWARD
 
 # kind -> what the gradients of a, b and c read, and whose gradient is dy itself
 READS = {

@@ -16,8 +16,8 @@ from ...core.key import Key, TensorSpec
 from ...kernels import register
 from ...kernels.elementwise import relu_mask
 from ...kernels.triton_runtime import device_math, launch_plan
-from . import layouts
-from .together import TOGETHER, both
+from ..common import layouts as common_layouts
+from .joint_backward import TOGETHER, both
 
 
 def describe(key: Key) -> TensorSpec | str:
@@ -26,7 +26,7 @@ def describe(key: Key) -> TensorSpec | str:
     assert dy is not None
     if any(t is not None and (t.shape, t.stride) != (dy.shape, dy.stride) for t in (a, b)):
         return "an operand lies otherwise"
-    if 0 in dy.shape or not layouts.dense((dy.shape, dy.stride)):
+    if 0 in dy.shape or not common_layouts.dense((dy.shape, dy.stride)):
         return "empty, or with gaps"
     reason = register.one_dtype(key)
     return reason or ("an operand is not aligned to 16 bytes" if register.weakest(key) < 16 else dy)
@@ -41,7 +41,10 @@ def forward(one: TensorSpec, adds: bool, config: Config, device: torch.device) -
     """(a) or (a, b) -> (y, marks)."""
     count, dtype = prod(one.shape), DTYPES[one.dtype]
     start = relu_mask.marked_launcher(one.dtype, count, adds, dict(config), device)
-    empty, (shape, stride) = register.empty(device), layouts.iterated((one.shape, one.stride))
+    empty, (shape, stride) = (
+        register.empty(device),
+        common_layouts.iterated((one.shape, one.stride)),
+    )
     space = (relu_mask.marks(count),)
 
     def two(a: Tensor, b: Tensor) -> Any:
@@ -59,7 +62,7 @@ class Settling:
     """(incoming gradient, marks) -> the gradient."""
 
     def __init__(self, one: TensorSpec, config: Config, device: torch.device) -> None:
-        self.shape, self.stride = layouts.iterated((one.shape, one.stride))
+        self.shape, self.stride = common_layouts.iterated((one.shape, one.stride))
         self.dtype, self.count, self.empty = (
             DTYPES[one.dtype],
             prod(one.shape),
@@ -124,6 +127,6 @@ register.described(
     describe,
     configs,
     build,
-    (relu_mask, device_math, layouts, sys.modules[__name__]),
+    (relu_mask, device_math, common_layouts, sys.modules[__name__]),
     parts=parts,
 )

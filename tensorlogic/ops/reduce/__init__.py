@@ -16,18 +16,18 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...core.op import Gradient, Op
 from ...dispatch import dispatcher
-from ..common import checks, costs, folded
+from ..common import canonical_keys, costs, tensor_checks
 
 # files for a device, in the order in which ties are broken
 CANDIDATES = {
     "cuda": (
-        "triton_reduce",
-        "triton_spins",
-        "triton_groups",
-        "triton_shares",
-        "triton_abreast",
+        "triton",
+        "triton_one_wave",
+        "triton_ragged",
+        "triton_split",
+        "triton_packed_rows",
         "triton_extreme",
-        "triton_placed",
+        "triton_extreme_index",
     )
 }
 
@@ -106,7 +106,7 @@ def _tied(key: Key, values: dict[str, Any]) -> None:
 
 
 EXTREME_BACKWARD = Op(
-    normal=folded.reduced,
+    normal=canonical_keys.reduced,
     reference=extreme_backward,
     flops=lambda key: 3.0 * costs.size(key.spec("x")),
     traffic=costs.pointwise_traffic,
@@ -153,7 +153,7 @@ def _op(
         return (dy.expand(shape),)
 
     op = Op(
-        normal=folded.reduced,
+        normal=canonical_keys.reduced,
         reference=meaning,
         flops=lambda key: float(costs.size(key.tensors[0])),
         traffic=_traffic,
@@ -197,7 +197,7 @@ FAMILY = (SUM, MEAN, MAX, MIN)
 
 
 def _checked(fn: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool) -> tuple[Any, ...]:
-    checks.tensors(fn, {"x": x})
+    tensor_checks.tensors(fn, {"x": x})
     given = tuple(dim) if isinstance(dim, (tuple, list, range)) else () if dim is None else (dim,)
     given = given or tuple(range(x.dim()))  # as PyTorch's
     dims = []

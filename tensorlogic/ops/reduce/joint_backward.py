@@ -16,7 +16,7 @@ from ...core.key import Key, TensorSpec
 from ...core.op import Op
 from ...kernels import register
 from ...system import hardware
-from ..common import apart, costs, folded
+from ..common import canonical_keys, costs, separate_pair
 from . import EXTREME_BACKWARD as BACKWARD
 from . import MAX, MIN, extreme_backward
 
@@ -104,7 +104,7 @@ def of_backward(key: Key) -> Iterable[tuple[Op, Key]]:
 def _alike(key: Key) -> Key:
     """A minimum is as long in the making as a maximum."""
     flags = tuple((n, "max" if n == "kind" else v) for n, v in key.flags)
-    return folded.reduced(replace(key, flags=flags))
+    return canonical_keys.reduced(replace(key, flags=flags))
 
 
 def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
@@ -122,7 +122,7 @@ def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
 
         return launch
 
-    return apart.launcher(both(key), device, way)
+    return separate_pair.launcher(both(key), device, way)
 
 
 def _cases() -> Any:

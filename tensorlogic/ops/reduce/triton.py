@@ -13,7 +13,7 @@ from ...kernels import register
 from ...kernels.reduce import contiguous
 from ...kernels.reduce import strided as reduce_strided
 from ...system.compile_pool import CompileFailure
-from . import FAMILY, launching, shapes
+from . import FAMILY, shapes, triton_launcher
 from .shapes import Shape, describe_any
 
 Started = tuple[Callable[..., bool], tuple[int, int]]
@@ -111,7 +111,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     start, space = started(s, chosen, device)
     polled = chosen["strategy"] == "polled"
     counted, use = (torch.int64, "launches") if polled else (torch.int32, "zero")
-    return launching.with_space(s, start, space, device, counted, use)
+    return triton_launcher.with_space(s, start, space, device, counted, use)
 
 
 for _op in FAMILY:

@@ -14,7 +14,7 @@ from ...kernels import register
 from ...kernels.reduce import extreme_grad
 from ...kernels.row_access.strided import Lines
 from ...kernels.softmax import strided, strided_split
-from ..pointwise import layouts
+from ..common import layouts as common_layouts
 from . import EXTREME_BACKWARD
 
 # how x lies, dtype, dx's shape and strides, alignment
@@ -40,7 +40,7 @@ def describe(key: Key) -> Shape | str:
 def _made(x: TensorSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of dx as PyTorch's comparison with the extremes lays it: dense, in x's order where x says."""
     left = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
-    return layouts.iterated((x.shape, x.stride), (left, register.contiguous(left)))[1]
+    return common_layouts.iterated((x.shape, x.stride), (left, register.contiguous(left)))[1]
 
 
 def lines(x: TensorSpec, made: tuple[int, ...], dims: tuple[int, ...]) -> Lines | str:
@@ -49,7 +49,7 @@ def lines(x: TensorSpec, made: tuple[int, ...], dims: tuple[int, ...]) -> Lines 
     reduced = _steps(x, made, list(dims), True)
     if len(kept) > 2 or len(reduced) > 1:
         return "the dimensions lie in more than [outer, reduced, inner]"
-    none: layouts.Dim = (1, (0, 0))
+    none: common_layouts.Dim = (1, (0, 0))
     (outer, far), (inner, near) = [*[none] * (2 - len(kept)), *kept]
     beyond = (max(1, inner * near[0]), max(1, inner * near[1]))
     length, along = reduced[0] if reduced else (1, beyond)
@@ -60,12 +60,12 @@ def lines(x: TensorSpec, made: tuple[int, ...], dims: tuple[int, ...]) -> Lines 
 
 def _steps(
     x: TensorSpec, made: tuple[int, ...], dims: list[int], any_order: bool
-) -> list[layouts.Dim]:
+) -> list[common_layouts.Dim]:
     """(size, steps of x and dx) of these dimensions, those that go on evenly in both taken together, in their order or in dx's."""
     shape = tuple(x.shape[d] for d in dims)
     strides = [tuple(of[d] for d in dims) for of in (x.stride, made)]
     order = strides[1] if any_order else register.contiguous(shape)
-    return [found for found in layouts.collapsed((shape, order), strides) if found[0] > 1]
+    return [found for found in common_layouts.collapsed((shape, order), strides) if found[0] > 1]
 
 
 def configs(shape: Shape) -> list[dict[str, Any]]:
@@ -88,5 +88,5 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (extreme_grad, strided, strided_split, layouts, sys.modules[__name__])
+_SOURCES = (extreme_grad, strided, strided_split, common_layouts, sys.modules[__name__])
 register.described(EXTREME_BACKWARD, "triton.spread", describe, configs, build, _SOURCES)

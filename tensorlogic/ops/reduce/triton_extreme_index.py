@@ -16,9 +16,9 @@ from ...kernels import register
 from ...kernels.reduce import extreme_grad, extreme_index
 from ...kernels.softmax import strided, strided_split
 from ...kernels.triton_runtime import launch_plan
-from ..pointwise import layouts
+from ..common import layouts as common_layouts
 from . import triton_extreme as gradients
-from .together import TOGETHER, both, rest
+from .joint_backward import TOGETHER, both, rest
 
 # of the gradient; the output's shape, and whether it is the largest
 Shape = tuple[gradients.Shape, tuple[int, ...], bool]
@@ -91,5 +91,5 @@ def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Cal
     return launch_plan.plan(op, ahead, device, start), Settling(shape, config, device)
 
 
-_SOURCES = (extreme_index, extreme_grad, strided, strided_split, layouts, gradients, sys.modules[__name__])  # fmt: skip
+_SOURCES = (extreme_index, extreme_grad, strided, strided_split, common_layouts, gradients, sys.modules[__name__])  # fmt: skip
 register.described(TOGETHER, "triton.placed", describe, configs, build, _SOURCES, parts=parts)

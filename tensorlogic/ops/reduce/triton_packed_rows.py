@@ -12,7 +12,7 @@ from ...core.key import Key
 from ...kernels import register
 from ...kernels.reduce import contiguous, packed_rows
 from ...kernels.row_access import ragged as ragged_rows
-from . import FAMILY, launching, shapes
+from . import FAMILY, shapes, triton_launcher
 from .shapes import Shape
 
 
@@ -38,7 +38,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
     start = packed_rows.abreast_launcher(s.kind, s.dtype, s.reduce, s.inner, dict(config), device)
     space = packed_rows.abreast_workspace(s.inner, dict(config))
-    return launching.with_space(s, start, space, device)
+    return triton_launcher.with_space(s, start, space, device)
 
 
 _SOURCES = (packed_rows, ragged_rows, contiguous, shapes, sys.modules[__name__])

@@ -14,7 +14,7 @@ from ...kernels.reduce import contiguous, split
 from ...kernels.row_access import ragged as ragged_rows
 from ...kernels.row_access import split as split_rows
 from ...kernels.softmax import rows
-from . import FAMILY, launching, shapes
+from . import FAMILY, shapes, triton_launcher
 from .shapes import Shape
 
 
@@ -43,7 +43,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     """A launcher with its workspace."""
     start = split.shares_launcher(s.kind, s.dtype, s.outer, s.reduce, dict(config), device)
     space = split.shares_workspace(s.outer, s.reduce, dict(config))
-    return launching.with_space(s, start, space, device)
+    return triton_launcher.with_space(s, start, space, device)
 
 
 _SOURCES = (split, split_rows, ragged_rows, contiguous, rows, shapes, sys.modules[__name__])  # fmt: skip

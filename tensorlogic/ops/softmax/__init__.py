@@ -14,17 +14,17 @@ from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.op import Gradient, Op
 from ...dispatch import dispatcher
-from ..common import checks, costs, folded, samples
+from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
 # files for a device, in the order in which ties are broken
 CANDIDATES = {
     "cuda": (
-        "triton_rows",
-        "triton_lines",
-        "triton_parts",
-        "triton_held",
-        "triton_groups",
-        "triton_shares",
+        "triton",
+        "triton_strided",
+        "triton_strided_split",
+        "triton_smem",
+        "triton_ragged",
+        "triton_split",
     )
 }
 
@@ -60,7 +60,7 @@ def _backward(
 
 def _wide_logits(key: Key, values: dict[str, Any]) -> None:
     """Values up to hundreds: careless exponentials overflow."""
-    samples.multiply(values["x"], 100)
+    sample_inputs.multiply(values["x"], 100)
 
 
 def _cases() -> Any:
@@ -83,7 +83,7 @@ def _direct(key: Key) -> Callable[..., Tensor]:
 
 
 SOFTMAX = Op(
-    normal=folded.one_dimension,
+    normal=canonical_keys.one_dimension,
     reference=_softmax,
     flops=lambda key: 5.0 * costs.size(key.tensors[0]),
     traffic=costs.pointwise_traffic,
@@ -94,7 +94,7 @@ SOFTMAX = Op(
     autocast="composition",
 )
 SOFTMAX_BACKWARD = Op(
-    normal=folded.one_dimension,
+    normal=canonical_keys.one_dimension,
     reference=softmax_backward,
     flops=lambda key: 4.0 * costs.size(key.tensors[0]),
     traffic=costs.pointwise_traffic,
@@ -107,7 +107,7 @@ backward_call = dispatcher.internal(SOFTMAX_BACKWARD)
 
 @dispatcher.public(SOFTMAX)
 def _float_softmax(x: Tensor, dim: int) -> tuple[Any, ...]:
-    checks.tensors("softmax", {"x": x})
+    tensor_checks.tensors("softmax", {"x": x})
     return x, dim
 
 
@@ -135,7 +135,7 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
     dims = x.dim() if type(x) is Tensor and type(dim) is int and dtype is None else 0
     if dims > 0 and -dims <= dim < dims and x.is_floating_point():
         return _float_softmax(x, dim % dims)
-    checks.tensors("softmax", {"x": x})
+    tensor_checks.tensors("softmax", {"x": x})
     if dtype is not None:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(

@@ -16,13 +16,13 @@ from ...kernels.row_access import ragged as ragged_rows
 from ...kernels.softmax import ragged
 from ...kernels.softmax import rows as softmax_rows
 from . import SOFTMAX, SOFTMAX_BACKWARD
-from . import triton_rows as rows_of
-from .triton_rows import Shape
+from . import triton as softmax_triton
+from .triton import Shape
 
 
 def describe(key: Key) -> Shape | str:
     """Contiguous rows of one dtype that are no multiple of 16 bytes, of tensors that begin at one."""
-    found = rows_of.describe(key)
+    found = softmax_triton.describe(key)
     if isinstance(found, str):
         return found
     _, columns, dtype, _, align = found
@@ -51,7 +51,7 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
     return gradient if backward else forward
 
 
-_SOURCES = (ragged, ragged_rows, softmax_rows, rows_of, sys.modules[__name__])
+_SOURCES = (ragged, ragged_rows, softmax_rows, softmax_triton, sys.modules[__name__])
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
     register.described(
         _op,

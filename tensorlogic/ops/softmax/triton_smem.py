@@ -17,15 +17,15 @@ from ...kernels.row_access import shared_memory
 from ...kernels.softmax import rows as softmax_rows
 from ...kernels.softmax import smem, smem_kernel
 from . import SOFTMAX, SOFTMAX_BACKWARD
-from . import triton_rows as rows_of
-from .triton_rows import Shape
+from . import triton as softmax_triton
+from .triton import Shape
 
 TILES = 19  # of a row at most: kernels of more have no registers left
 
 
 def describe(key: Key) -> Shape | str:
     """Long rows of tensors at 16-byte addresses, as many as there are programs for."""
-    found = rows_of.describe(key)
+    found = softmax_triton.describe(key)
     if isinstance(found, str):
         return found
     rows, columns, _, _, align = found
@@ -66,7 +66,7 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
 
 
 _SOURCES = (
-    smem_kernel, smem, fused_backward_smem, fused_backward_smem_kernel, fused_backward, softmax_rows, rows_of,
+    smem_kernel, smem, fused_backward_smem, fused_backward_smem_kernel, fused_backward, softmax_rows, softmax_triton,
     sys.modules[__name__],
 )  # fmt: skip
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):

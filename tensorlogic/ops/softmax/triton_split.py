@@ -17,13 +17,13 @@ from ...kernels.row_access import split as split_rows
 from ...kernels.softmax import rows as softmax_rows
 from ...kernels.softmax import split
 from . import SOFTMAX, SOFTMAX_BACKWARD
-from . import triton_rows as rows_of
-from .triton_rows import Shape
+from . import triton as softmax_triton
+from .triton import Shape
 
 
 def describe(key: Key) -> Shape | str:
     """Few, long, contiguous rows of one dtype, of tensors that begin at a multiple of 16 bytes."""
-    found = rows_of.describe(key)
+    found = softmax_triton.describe(key)
     if isinstance(found, str):
         return found
     rows, columns, _, _, align = found
@@ -52,7 +52,7 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
     return launch
 
 
-_SOURCES = (split, split_rows, ragged_rows, softmax_rows, rows_of, sys.modules[__name__])  # fmt: skip
+_SOURCES = (split, split_rows, ragged_rows, softmax_rows, softmax_triton, sys.modules[__name__])  # fmt: skip
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
     register.described(
         _op, "triton.shares", describe, configs, partial(build, backward=_backward), _SOURCES

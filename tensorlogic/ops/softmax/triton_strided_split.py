@@ -12,8 +12,8 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.softmax import rows, strided, strided_split
-from . import SOFTMAX, SOFTMAX_BACKWARD, triton_lines
-from .triton_lines import Shape, lines
+from . import SOFTMAX, SOFTMAX_BACKWARD, triton_strided
+from .triton_strided import Shape, lines
 
 
 def describe(key: Key) -> Shape | str:
@@ -53,6 +53,6 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     return forward if len(found.strides) == 2 else backward
 
 
-_SOURCES = (strided_split, strided, rows, triton_lines, sys.modules[__name__])
+_SOURCES = (strided_split, strided, rows, triton_strided, sys.modules[__name__])
 for _op in (SOFTMAX, SOFTMAX_BACKWARD):
     register.described(_op, "triton.parts", describe, configs, build, _SOURCES)

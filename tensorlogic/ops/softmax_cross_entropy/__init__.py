@@ -14,10 +14,10 @@ from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
 from ...core.op import Gradient, Op
 from ...dispatch import dispatcher
-from ..common import checks, costs, samples
+from ..common import costs, sample_inputs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton_rows", "triton_ahead", "triton_together")}
+CANDIDATES = {"cuda": ("triton", "triton_prefetch", "triton_joint")}
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -134,7 +134,7 @@ def some_ignored(key: Key, values: dict[str, Any]) -> None:
 
 def _row_statistics(key: Key, values: dict[str, Any]) -> None:
     """Wide logits, careless exponentials overflow, and rows that are ignored."""
-    samples.multiply(values["logits"], 40)
+    sample_inputs.multiply(values["logits"], 40)
     some_ignored(key, values)
 
 
@@ -186,8 +186,8 @@ def _rows(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str
 ) -> tuple[Any, ...]:
     fn = "softmax_cross_entropy"
-    checks.tensors(fn, {"logits": logits, "target": target})
-    checks.floating(fn, {"logits": logits})
+    tensor_checks.tensors(fn, {"logits": logits, "target": target})
+    tensor_checks.floating(fn, {"logits": logits})
     if logits.dim() < 1 or logits.shape[-1] < 1 or tuple(target.shape) != tuple(logits.shape[:-1]):
         raise ValueError(
             f"{fn}: logits is {argument_checks.describe(logits)} (classes last) and target is {argument_checks.describe(target)}; "
@@ -202,7 +202,9 @@ def _rows(
         raise TypeError(
             f"{fn}: ignore_index is {argument_checks.describe(ignore_index)}; an int is required"
         )
-    smoothing = checks.number(fn, "label_smoothing", label_smoothing, 0.0, 1.0 + 1e-12, "in [0, 1]")
+    smoothing = tensor_checks.number(
+        fn, "label_smoothing", label_smoothing, 0.0, 1.0 + 1e-12, "in [0, 1]"
+    )
     return logits, target, ignore_index, smoothing, reduction
 
 

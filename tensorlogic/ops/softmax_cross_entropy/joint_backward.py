@@ -14,7 +14,7 @@ from ...core.key import Key, TensorSpec
 from ...core.op import Op, key_flags
 from ...dispatch import decision
 from ...system import hardware
-from ..common import apart, costs, samples
+from ..common import costs, sample_inputs, separate_pair
 from . import SOFTMAX_CROSS_ENTROPY as FORWARD
 from . import SOFTMAX_CROSS_ENTROPY_BACKWARD as BACKWARD
 from . import some_ignored
@@ -64,7 +64,7 @@ def _prepare(key: Key, values: dict[str, Any]) -> None:
 
 def _stress(key: Key, values: dict[str, Any]) -> None:
     """Wide logits, rows that are ignored, and another gradient than before."""
-    samples.multiply(values["logits"], 40)
+    sample_inputs.multiply(values["logits"], 40)
     some_ignored(key, values)
     values["dloss"].fill_(3.0)
 
@@ -145,7 +145,7 @@ def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
         return launch
 
     both = zip((FORWARD, BACKWARD), _parts(key), strict=True)
-    return apart.launcher(tuple(both), device, way)
+    return separate_pair.launcher(tuple(both), device, way)
 
 
 def _cases() -> Any:

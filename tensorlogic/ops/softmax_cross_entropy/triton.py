@@ -11,7 +11,7 @@ from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...kernels import register
 from ...kernels.cross_entropy import rows
-from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD, reduced, shapes
+from . import SOFTMAX_CROSS_ENTROPY, SOFTMAX_CROSS_ENTROPY_BACKWARD, shapes, triton_launcher
 from .shapes import Shape, describe
 
 
@@ -21,7 +21,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
         s.rows, s.columns, s.dtype, s.dtype, s.reduction, s.ignore_index, dict(config), device,
         smooth=s.smoothing != 0.0, save=s.save, align=s.align,
     )  # fmt: skip
-    return reduced.launcher(s, start, device, s.smoothing)
+    return triton_launcher.launcher(s, start, device, s.smoothing)
 
 
 def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
@@ -50,7 +50,7 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (rows, reduced, shapes, sys.modules[__name__])
+_SOURCES = (rows, triton_launcher, shapes, sys.modules[__name__])
 register.described(
     SOFTMAX_CROSS_ENTROPY, "triton.rows", describe,
     lambda s: rows.cross_entropy_configs(s.columns, s.dtype), build, _SOURCES,

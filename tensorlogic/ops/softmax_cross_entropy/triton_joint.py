@@ -19,8 +19,8 @@ from ...kernels.row_access import ragged as ragged_rows
 from ...kernels.softmax import rows as softmax_rows
 from ...kernels.triton_runtime import launch_plan, scratch
 from . import SOFTMAX_CROSS_ENTROPY, shapes
+from .joint_backward import TOGETHER
 from .shapes import Shape
-from .together import TOGETHER
 
 WORDS = torch.int32
 

@@ -10,7 +10,7 @@ from ...core.candidate import Config, Launcher
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.cross_entropy import fused_backward, prefetch, rows
-from . import SOFTMAX_CROSS_ENTROPY, reduced, shapes
+from . import SOFTMAX_CROSS_ENTROPY, shapes, triton_launcher
 from .shapes import Shape
 
 
@@ -28,7 +28,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     start = prefetch.ahead_launcher(
         s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device, save=s.save
     )
-    return reduced.launcher(s, start, device, counted=False)
+    return triton_launcher.launcher(s, start, device, counted=False)
 
 
 register.described(
@@ -37,5 +37,5 @@ register.described(
     describe,
     lambda s: prefetch.ahead_configs(s.columns, s.dtype),
     build,
-    (prefetch, fused_backward, rows, reduced, shapes, sys.modules[__name__]),
+    (prefetch, fused_backward, rows, triton_launcher, shapes, sys.modules[__name__]),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from tensorlogic.core import activations as core_activations
 from tensorlogic.core.op import OPS
 from tensorlogic.measure.verification import Checker
 from tensorlogic.providers import liger, quack
-from tensorlogic.providers.packages import Package
+from tensorlogic.providers.adapter import Package
 from tests import provider_fakes
 
 from .provider_fakes import CPU, LABELS, half, key, of_an_adapter

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.op import OPS
 from tensorlogic.providers import liger
-from tensorlogic.providers.packages import Package
+from tensorlogic.providers.adapter import Package
 
 from .provider_fakes import CPU, LABELS, half, key
 from .provider_fakes import nothing_stays as nothing_stays  # the fixture

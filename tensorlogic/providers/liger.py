@@ -15,8 +15,8 @@ from ..core.key import Key
 from ..core.op import Op
 from ..kernels import register as kernels_register
 from ..ops.layer_norm_linear import saves
-from . import packages
-from .packages import Package, adapted, matrix, on_device, warm
+from . import adapter
+from .adapter import Package, adapted, matrix, on_device, warm
 
 PACKAGE = LIGER = Package(
     "liger-kernel", "liger_kernel", extra="liger", capability=8, needs=("triton",)
@@ -98,8 +98,8 @@ def cross_entropy(s: Loss, config: Config, device: torch.device) -> Launcher:
 
     def launch(logits: Tensor, target: Tensor) -> Any:
         flat = target.reshape(s.rows)
-        each = placed(logits.view(s.rows, s.columns), packages.in_range(flat, s.columns))
-        loss, _ = packages.reduced(each, flat, s.columns, s.ignore_index, s.reduction)
+        each = placed(logits.view(s.rows, s.columns), adapter.in_range(flat, s.columns))
+        loss, _ = adapter.reduced(each, flat, s.columns, s.ignore_index, s.reduction)
         return (loss.to(logits.dtype).view(s.shape[:-1] if s.reduction == "none" else ()),)
 
     placed = on_device(device, run)

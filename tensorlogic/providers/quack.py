@@ -17,8 +17,8 @@ from ..core.key import Key, TensorSpec
 from ..core.op import Op
 from ..kernels import register as kernels_register
 from ..ops.layer_norm_linear import saves
-from . import packages
-from .packages import Package, adapted, aligned, matrix, warm
+from . import adapter
+from .adapter import Package, adapted, aligned, matrix, warm
 
 PACKAGE = QUACK = Package(
     "quack-kernels", "quack", extra="hopper", capability=9, needs=("nvidia-cutlass-dsl",)
@@ -89,7 +89,7 @@ def cross_entropy(r: Rows, config: Config, device: torch.device) -> Launcher:
     from quack.cross_entropy import cross_entropy_fwd
 
     def run(logits: Tensor, target: Tensor) -> Any:
-        safe = packages.in_range(target, r.columns)
+        safe = adapter.in_range(target, r.columns)
         if r.save:
             return cross_entropy_fwd(logits, safe, ignore_index=-1, return_lse=True)
         return cross_entropy_fwd(logits, safe, ignore_index=-1), None
@@ -99,7 +99,7 @@ def cross_entropy(r: Rows, config: Config, device: torch.device) -> Launcher:
             return None
         target = target.reshape(r.rows)
         each, lse = run(logits.view(r.rows, r.columns), target)
-        loss, share = packages.reduced(each, target, r.columns, r.ignore_index, r.reduction)
+        loss, share = adapter.reduced(each, target, r.columns, r.ignore_index, r.reduction)
         loss = loss.to(logits.dtype).view(r.shape[:-1] if r.reduction == "none" else ())
         if not r.save:
             return (loss,)
@@ -261,7 +261,7 @@ def _product(key: Key, a: TensorSpec, b: TensorSpec, turned: bool) -> Product | 
     if not as_is and not isinstance(matrix(flipped), tuple):
         return "the weight is not in aligned rows or columns of a multiple of 16 bytes"
     (m, k), n = found, b.shape[0 if turned else 1]
-    if n % 8 or m * n > packages.MOST_ELEMENTS:
+    if n % 8 or m * n > adapter.MOST_ELEMENTS:
         return f"{n} outputs are not a multiple of 8, or too many"
     keep = bool(key.flag("save")) and key.flag("activation") in SMOOTH
     return Product(

@@ -19,10 +19,10 @@ from .core.numeric_mode import PrecisionWarning
 from .core.policy import policy
 from .core.precision_policy import precision
 from .core.weight_cache import constant, invalidate
+from .cpu_overrides.enable import disable, enable
 from .device_placement.placement import placement
 from .dispatch.startup import activate as _activate
 from .dispatch.startup import warn_of_namesakes as _warn
-from .enabling import disable, enable
 from .memory.transfer import to
 from .memory.unified import unified
 from .ops.attention_scores import attention_scores

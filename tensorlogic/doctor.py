@@ -220,7 +220,8 @@ def _native() -> Iterator[Finding]:
 
 def _slow() -> Iterator[Finding]:
     """What this CPU has, and what PyTorch alone does badly on it."""
-    from . import doctor_cpu, enabling
+    from . import doctor_cpu
+    from .cpu_overrides import enable
     from .native import cpu_library, hook_ops
 
     yield Finding("ok", "CPU arithmetic", doctor_cpu.features())
@@ -235,7 +236,7 @@ def _slow() -> Iterator[Finding]:
     )
     if missing := cpu_library.calls_available():
         yield Finding("note", "compiled calls", missing, "a call costs a microsecond more")
-    on = enabling.enabled()
+    on = enable.enabled()
     for c in doctor_cpu.compared():
         yield _work(c, on)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from . import enabling
 from .core.policy import measuring
+from .cpu_overrides import enable
 from .dispatch.explain import explain
 from .measure import timer
 from .native import cpu_library
@@ -83,15 +83,15 @@ def compared() -> Iterator[Compared]:
         ),
         "bfloat16 product 384x384x384": lambda: a.bfloat16() @ b.bfloat16(),
     }
-    was = enabling.enabled()
+    was = enable.enabled()
     with measuring(), torch.no_grad():
-        enabling.enable()
+        enable.enable()
         try:
             for work, call in works.items():
                 yield _pair(work, _alone(call), call, half, _chosen(call))
         finally:
             if not was:
-                enabling.disable()
+                enable.disable()
         if cpu_library.available() is None:
             yield _fresh()
 

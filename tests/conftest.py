@@ -18,8 +18,8 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
-from tensorlogic import repairs
 from tensorlogic.core.candidate import Candidate
+from tensorlogic.cpu_overrides import overrides
 from tensorlogic.measure import interference, timer
 from tensorlogic.mixed_precision import candidate_order
 from tensorlogic.native import cpu_library
@@ -82,7 +82,7 @@ def avx512_bf16() -> None:
 @pytest.fixture
 def no_f16() -> None:
     """PyTorch multiplies float16 without hardware for it."""
-    needs(repairs.no_float16(), "a processor without float16 products")
+    needs(overrides.no_float16(), "a processor without float16 products")
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
-from tensorlogic import repairs
 from tensorlogic.core import tolerance
 from tensorlogic.core.op import OPS, Op
+from tensorlogic.cpu_overrides import overrides
 from tensorlogic.dispatch import candidate_loading, dispatcher
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
@@ -272,13 +272,13 @@ def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the ops that repairs hand to the choice, in order."""
     names: list[str] = []
-    original = repairs._launcher
+    original = overrides._launcher
 
     def spy(op: Any, *args: Any) -> Any:
         names.append(op.name)
         return original(op, *args)
 
-    monkeypatch.setattr(repairs, "_launcher", spy)
+    monkeypatch.setattr(overrides, "_launcher", spy)
     return names
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import tensorlogic
-from tensorlogic import cli, doctor, doctor_cpu, enabling, exits, repairs
+from tensorlogic import cli, doctor, doctor_cpu, exits
 from tensorlogic.bench import results, rows
 from tensorlogic.bench.results import Ceilings
 from tensorlogic.core import op as core_op
+from tensorlogic.cpu_overrides import enable, overrides
 
 PACKAGE = Path(tensorlogic.__file__).parent
 ALONE = """
@@ -308,13 +309,13 @@ def test_doctor_measures_what_pytorch_does_badly(monkeypatch: pytest.MonkeyPatch
     alone, repaired, gain = map(float, times.groups())
     assert gain == pytest.approx(alone / repaired, rel=0.1, abs=0.1)
     assert ("enable()" in product.cost) == (gain >= doctor_cpu.WORTH)
-    if repairs.no_float16():
+    if overrides.no_float16():
         assert gain > 3
-    assert not enabling.enabled()
+    assert not enable.enabled()
     tensorlogic.enable()
     try:
         again = {f.about: f for f in doctor.examine()}
-        assert enabling.enabled()
+        assert enable.enabled()
         assert all(
             f.cost in ("", doctor_cpu.TUNE)
             for name, f in again.items()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tensorlogic
-from tensorlogic import repairs
+from tensorlogic.cpu_overrides import overrides
 from tensorlogic.dispatch import self_test
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
@@ -91,12 +91,12 @@ def test_nothing_stands_in_front_of_what_is_fast(
         pytest.skip(str(native_hook_ops.available()))
     asked: list[str] = []
 
-    def spy(name: str, repair: repairs.Repair) -> repairs.Repair:
+    def spy(name: str, repair: overrides.Repair) -> overrides.Repair:
         return lambda *args, **rest: (asked.append(name), repair(*args, **rest))[1]
 
-    for name, repair in repairs.WIDENED.items():
-        monkeypatch.setitem(repairs.WIDENED, name, spy(name, repair))
-    monkeypatch.setattr(repairs, "no_float16", lambda: not hardware)
+    for name, repair in overrides.WIDENED.items():
+        monkeypatch.setitem(overrides.WIDENED, name, spy(name, repair))
+    monkeypatch.setattr(overrides, "no_float16", lambda: not hardware)
     x, w, q = torch.randn(1, 4, 12, 12), torch.randn(4, 4, 3, 3), torch.randn(1, 2, 40, 16)
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     tensorlogic.enable()

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import enabling, repairs
 from tensorlogic.core import policy
+from tensorlogic.cpu_overrides import enable, overrides
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
 
@@ -143,8 +143,8 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
             a @ b
             a @ b  # a policy is in force: the guards ask each time
         assert served == ["matmul"]
-        chosen = repairs._launcher
-        repairs._launcher = lambda *args: asked.append("asked") or (None, True)  # type: ignore[assignment]
+        chosen = overrides._launcher
+        overrides._launcher = lambda *args: asked.append("asked") or (None, True)  # type: ignore[assignment]
         policy.forget_entries()
         for _ in range(3):
             a @ b
@@ -157,7 +157,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         a[:, ::2] @ b[::2]  # other strides are another key
         assert asked == ["asked"] * 3
     finally:
-        repairs._launcher = chosen
+        overrides._launcher = chosen
         hook_extension.apart(1)
         policy.forget_entries()
         tensorlogic.disable()
@@ -181,7 +181,7 @@ def test_disable_restores_pytorch_bit_for_bit(enabled: None) -> None:
     first = a @ b
     tensorlogic.disable()
     tensorlogic.disable()
-    assert not enabling.enabled()
+    assert not enable.enabled()
     assert torch.equal(a @ b, own)
     tensorlogic.enable()
     assert torch.equal(a @ b, first)
@@ -256,4 +256,4 @@ def test_pool_without_hooks_is_refused_before_anything_changes() -> None:
         patch.setattr(hook_extension, "_state", ["absent"])
         with pytest.raises(RuntimeError, match=r"pool=True.*tcmalloc"):
             tensorlogic.enable(pool=True)
-    assert not enabling.enabled()
+    assert not enable.enabled()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic import repairs
+from tensorlogic.cpu_overrides import overrides
 from tensorlogic.native import hook_ops as native_hook_ops
 
 from .helpers import HALF, error, r
@@ -150,11 +150,11 @@ def test_a_parameters_copy_is_never_stale(enabled: None) -> None:
 def test_the_weight_behind_a_transpose_is_found(enabled: None, served: list[str]) -> None:
     weight = nn.Parameter(r(48, 64))
     shape = torch.Size((48, 64))
-    assert repairs._weight(weight.t(), shape) is weight
+    assert overrides._weight(weight.t(), shape) is weight
     with torch.inference_mode():
-        assert repairs._weight(weight.t(), shape) is weight
+        assert overrides._weight(weight.t(), shape) is weight
     for part in (weight[:32], weight[:, :32], weight[4:]):
-        found = repairs._weight(part.t(), part.shape)
+        found = overrides._weight(part.t(), part.shape)
         assert (found.data_ptr(), found.shape, found.stride()) == (
             part.data_ptr(),
             part.shape,

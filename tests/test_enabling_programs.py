@@ -94,7 +94,7 @@ def test_the_variable_reaches_programs_that_do_not_import_us(
 
 def test_importing_us_first_enables_too_and_nonsense_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import tensorlogic\nprint(tensorlogic.enabling.enabled())\n")
+    script.write_text("import tensorlogic\nprint(tensorlogic.cpu_overrides.enable.enabled())\n")
     done = launch(script, enable="1")
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "True", "")
     script.write_text("import torch\nprint('on')\n")

@@ -180,9 +180,9 @@ def test_help_replaces_a_module_and_goes_away() -> None:
     assert help.helped[0].name == "Sequential"
     assert help.seconds > 0
     assert type(model) is nn.Sequential
-    from tensorlogic import enabling
+    from tensorlogic.cpu_overrides import enable
 
-    assert not enabling.enabled()
+    assert not enable.enabled()
 
 
 def test_the_verdict() -> None:

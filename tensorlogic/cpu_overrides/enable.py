@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import repairs
-from .core import argument_checks, policy
-from .native import hook_extension
-from .native import hook_ops as native_hook_ops
-from .repairs import Repair
+from ..core import argument_checks, policy
+from ..native import hook_extension
+from ..native import hook_ops as native_hook_ops
+from . import overrides
+from .overrides import Repair
 
 Kernel = Callable[..., Any]
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -39,17 +39,17 @@ class Override:
 
 
 def _overrides() -> tuple[Override, ...]:
-    grain = repairs.GRAIN
+    grain = overrides.GRAIN
     found = []
     for name in ("mm", "bmm"):
-        found += [Override(name + s, getattr(repairs, name), 0, grain) for s in ("", ".out")]
+        found += [Override(name + s, getattr(overrides, name), 0, grain) for s in ("", ".out")]
     for name in ("addmm", "baddbmm", "addmv"):
-        found += [Override(name + s, getattr(repairs, name), 1, grain) for s in ("", ".out", "_")]
+        found += [Override(name + s, getattr(overrides, name), 1, grain) for s in ("", ".out", "_")]
     for suffix in ("", ".out"):
-        found.append(Override(f"_addmm_activation{suffix}", repairs.addmm_activation, 1, grain))
+        found.append(Override(f"_addmm_activation{suffix}", overrides.addmm_activation, 1, grain))
     # elsewhere PyTorch's are fast, and nothing stands in front of them
-    if repairs.no_float16():
-        found += [Override(name, repair) for name, repair in repairs.WIDENED.items()]
+    if overrides.no_float16():
+        found += [Override(name, repair) for name, repair in overrides.WIDENED.items()]
     return tuple(found)
 
 

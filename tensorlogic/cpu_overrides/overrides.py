@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import policy, weight_cache
-from .core.candidate import EAGER
-from .core.op import Op
-from .dispatch.bound_call import bind
-from .dispatch.call_cache import MOST_ENTRIES
-from .native import hook_extension
-from .ops.linear import LINEAR
-from .ops.matmul import MATMUL
+from ..core import policy, weight_cache
+from ..core.candidate import EAGER
+from ..core.op import Op
+from ..dispatch.bound_call import bind
+from ..dispatch.call_cache import MOST_ENTRIES
+from ..native import hook_extension
+from ..ops.linear import LINEAR
+from ..ops.matmul import MATMUL
 
 HALVES = frozenset((torch.float16, torch.bfloat16))
 # multiplications up to which PyTorch's own kernel ends before ours has begun

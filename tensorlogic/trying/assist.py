@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..enabling import disable, enable
+from ..cpu_overrides.enable import disable, enable
 
 # calls a module with the arguments of the call that is served
 Run = Callable[[nn.Module], Any]

@@ -1,0 +1,1 @@
+"""enable(): half-precision CPU kernels of ours in front of PyTorch's."""

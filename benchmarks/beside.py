@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.inductor.background_compile import Later
+from tensorlogic.compiler.trace.model_copies import fresh
+from tensorlogic.compiler.trace.widening import widen
 from tensorlogic.core.tolerance import chance
 from tensorlogic.guards.tensor_tree import tensors_in
 from tensorlogic.measure import timer
-from tensorlogic.program.check import widen
-from tensorlogic.program.copies import fresh
-from tensorlogic.program.later import Later
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

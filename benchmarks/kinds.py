@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn, randn
 
 import tensorlogic
+from tensorlogic.compiler.trace import graph_facts
 from tensorlogic.measure import timer
-from tensorlogic.program import check
 from tensorlogic.system import hardware
 
 CUDA = torch.cuda.is_available()
@@ -202,7 +202,7 @@ def row(kind: str, training: bool, budget_s: float) -> dict[str, Any]:
 
         def step(call: nn.Module) -> Callable[[], Any]:
             weights = list(call.parameters())
-            return lambda: check.step(call(*args), training, weights)
+            return lambda: graph_facts.step(call(*args), training, weights)
 
         calls = {"ours": step(fast), "eager": step(plain), "compile": step(peer)}
         calls["compile"]()

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.inductor.comparison import Contest
+from tensorlogic.compiler.trace.widening import widen
 from tensorlogic.measure import timer
-from tensorlogic.program.check import widen
-from tensorlogic.program.contest import Contest
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

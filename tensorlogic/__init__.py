@@ -39,10 +39,10 @@ from .ops.softmax_cross_entropy import softmax_cross_entropy
 
 if TYPE_CHECKING:
     from .autotune.tune import tune
+    from .compiler.optimize import optimize
     from .cuda_graphs.capture import capture
     from .dispatch.explain import candidates, explain
     from .memory import pool
-    from .program.optimizing import optimize
 
 # what is no such setting fails before anything is registered
 _wanted = _settings.enable()

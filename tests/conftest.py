@@ -18,13 +18,13 @@ if (
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tensorlogic
+from tensorlogic.compiler import program_search
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.cpu_overrides import overrides
 from tensorlogic.measure import interference, timer
 from tensorlogic.mixed_precision import candidate_order
 from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
-from tensorlogic.program import choosing
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from .interpreting import quicken
@@ -101,9 +101,9 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever optimize finds right counts as faster."""
     torch._dynamo.reset()
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.compiler.tune.region_tuner.LEAST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.compiler.tune.region_tuner.USUAL_SHARE_S", 0.001)
     monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 

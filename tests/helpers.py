@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
+from tensorlogic.compiler.rewrite.matcher import emitter
 from tensorlogic.core import tolerance
 from tensorlogic.core.op import OPS, Op
 from tensorlogic.cpu_overrides import overrides
 from tensorlogic.dispatch import candidate_loading, dispatcher
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
-from tensorlogic.program.rewrite import emitter
 
 candidate_loading.ready("cuda" if torch.cuda.is_available() else "cpu")
 PUBLIC = sorted(name for name, op in OPS.items() if not op.internal)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from tensorlogic.compiler.inductor import comparison, compile_process, partition
+from tensorlogic.compiler.reporting.report import Report, Row
+from tensorlogic.compiler.rewrite.matcher import rewrite
+from tensorlogic.compiler.rewrite.rule_set import RULES
+from tensorlogic.compiler.runtime.program import Program
+from tensorlogic.compiler.trace.exporter import trace
 from tensorlogic.measure import timer
-from tensorlogic.program import contest, inductor, leftovers
-from tensorlogic.program.patterns import RULES
-from tensorlogic.program.report import Report, Row
-from tensorlogic.program.rewrite import rewrite
-from tensorlogic.program.serve import Program
-from tensorlogic.program.trace import trace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,11 +39,11 @@ class Fake:
         self.graphs: dict[Path, fx.GraphModule] = {}
         owner = self
 
-        class Compiling(inductor.Compiling):
+        class Compiling(compile_process.Compiling):
             def __init__(self, orders: Any, training: bool, niceness: int = 0) -> None:
                 owner.started += any(o.artifact.stem.count("-") == 0 for o in orders)
                 for order in orders:
-                    graph = inductor._unpacked(inductor._packed(order.graph))
+                    graph = compile_process._unpacked(compile_process._packed(order.graph))
                     owner.graphs[order.artifact] = fx.GraphModule(nn.Module(), graph)
                 self.orders = list(orders)
                 self.failed = {str(o.artifact): owner.failure for o in orders if owner.failure}
@@ -55,25 +55,25 @@ class Fake:
             def stop(self) -> None:
                 owner.stopped += 1
 
-        monkeypatch.setattr(inductor, "Compiling", Compiling)
-        monkeypatch.setattr(inductor, "load", self.load)
+        monkeypatch.setattr(compile_process, "Compiling", Compiling)
+        monkeypatch.setattr(compile_process, "load", self.load)
         monkeypatch.setattr(timer, "wall_samples", self.samples)
-        monkeypatch.setattr(leftovers, "_timed", self.timed)
-        plain = contest.Contest._timed
+        monkeypatch.setattr(partition, "_timed", self.timed)
+        plain = comparison.Contest._timed
 
-        def noted(self: contest.Contest, rival: Any) -> Any:
+        def noted(self: comparison.Contest, rival: Any) -> Any:
             ours = self.ours is not None and bool(self.ours.left_over)
             owner.rivals = {"inductor": bool(rival.left_over), "ours": ours}
             return plain(self, rival)
 
-        monkeypatch.setattr(contest.Contest, "_timed", noted)
+        monkeypatch.setattr(comparison.Contest, "_timed", noted)
 
     def poll(self) -> int | None:
         return 0 if self.ended else None
 
     def load(self, artifact: Path) -> Callable[..., Any]:
         if artifact not in self.graphs:
-            raise inductor.Unable("not loaded: it is gone")
+            raise compile_process.Unable("not loaded: it is gone")
         scale = self.left_scale(artifact) if "-" in artifact.stem else self.scale
         return lambda *flat: [
             scale * v if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -146,8 +146,8 @@ def x(rows: int = 64) -> Tensor:
 @pytest.fixture(autouse=True)
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every linear layer is replaced, and every run is worth a compilation, whatever this machine is doing."""
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr(leftovers, "SHARE", 0.0)
+    monkeypatch.setattr("tensorlogic.compiler.tune.region_tuner.LEAST_GAIN", 1e9)
+    monkeypatch.setattr(partition, "SHARE", 0.0)
 
 
 def tails() -> nn.Module:
@@ -155,7 +155,7 @@ def tails() -> nn.Module:
 
 
 def left(report: Report) -> list[Row]:
-    return [r for r in report.rows if r.op == leftovers.OP]
+    return [r for r in report.rows if r.op == partition.OP]
 
 
 def same(a: Any, b: Any) -> None:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import tensorlogic
+from tensorlogic.compiler.runtime.program import Program
+from tensorlogic.compiler.trace.exporter import trace
 from tensorlogic.cuda_graphs import capture
 from tensorlogic.cuda_graphs.captured_graph import CallTape, Tape
 from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards import tensor_guard
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Kept
-from tensorlogic.program.serve import Program
-from tensorlogic.program.trace import trace
 
 from .support.graphs import CUDA, DEVICE, GradientTape, KernelTape
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tensorlogic.program import backend as module
-from tensorlogic.program import rewrite
-from tensorlogic.program.backend import backend
+from tensorlogic.compiler import dynamo_backend as compiler_dynamo_backend
+from tensorlogic.compiler.dynamo_backend import backend
+from tensorlogic.compiler.rewrite import matcher
 
 
 class Model(nn.Module):
@@ -35,14 +35,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """The ops of every graph that was compiled."""
     torch._dynamo.reset()
     graphs: list[list[str]] = []
-    plain = rewrite.rewrite
+    plain = matcher.rewrite
 
     def watched(*args: Any) -> Any:
         found = plain(*args)
         graphs.append([r.op for r in found])
         return found
 
-    monkeypatch.setattr(module, "rewrite", watched)
+    monkeypatch.setattr(compiler_dynamo_backend, "rewrite", watched)
     yield graphs
     torch._dynamo.reset()
 

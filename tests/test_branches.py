@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensorlogic.compiler.reporting.report import Report
+from tensorlogic.compiler.runtime import program as runtime_program
+from tensorlogic.compiler.runtime.codegen import Function
+from tensorlogic.compiler.runtime.parallel_branches import LANES, Section, sections
+from tensorlogic.compiler.runtime.program import Program
+from tensorlogic.compiler.trace.exporter import trace
+from tensorlogic.compiler.trace.traced_graph import Trace
+from tensorlogic.compiler.tune import stream_parallelism as tune_stream_parallelism
 from tensorlogic.cuda_graphs import replay as cuda_graphs_replay
 from tensorlogic.measure import timer
-from tensorlogic.program import serve
-from tensorlogic.program import spread as spreading
-from tensorlogic.program.branches import LANES, Section, sections
-from tensorlogic.program.code import Function
-from tensorlogic.program.report import Report
-from tensorlogic.program.serve import Program
-from tensorlogic.program.trace import Trace, trace
 
 from .clockwork import Clock
 
@@ -217,7 +218,7 @@ def test_branches_are_kept_where_they_are_faster(monkeypatch: pytest.MonkeyPatch
     program = captured(
         Towers(), torch.randn(2, 8), monkeypatch, lambda _: Recorded(0.0005, torch.ones(2))
     )
-    spreading.spread(program, report := Report())
+    tune_stream_parallelism.spread(program, report := Report())
     (row,) = report.rows
     assert (row.op, row.candidate, row.count, row.refused) == ("streams", "2 streams", 1, "")
     assert row.ratio is not None
@@ -246,8 +247,12 @@ class Rerun:
 def test_calls_that_were_served_by_one_stream_are_served_by_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serve, "Replay", functools.partial(cuda_graphs_replay.Replay, tape=Rerun))
-    monkeypatch.setattr(serve, "streams", lambda _: SimpleNamespace(fork=int, enter=int, join=int))
+    monkeypatch.setattr(
+        runtime_program, "Replay", functools.partial(cuda_graphs_replay.Replay, tape=Rerun)
+    )
+    monkeypatch.setattr(
+        runtime_program, "streams", lambda _: SimpleNamespace(fork=int, enter=int, join=int)
+    )
     samples = timer.Samples({"one": [2.0] * 8, "many": [1.0] * 8})
     monkeypatch.setattr(timer, "wall_samples", lambda *_: samples)
     model, x = Towers(), torch.randn(2, 8)
@@ -258,7 +263,7 @@ def test_calls_that_were_served_by_one_stream_are_served_by_several(
         assert program((x,), {}).equal(model(x))
     one = program.replay.tape
     assert one.launched == 3
-    spreading.spread(program, Report())
+    tune_stream_parallelism.spread(program, Report())
     many = program.replay.tape
     assert program.sections
     assert many is not one
@@ -280,7 +285,7 @@ def test_branches_are_undone_with_the_reason(fault: str, monkeypatch: pytest.Mon
 
     program = captured(Towers(), torch.randn(2, 8), monkeypatch, replay)
     before = program.replay
-    spreading.spread(program, report := Report())
+    tune_stream_parallelism.spread(program, report := Report())
     words = {"slower": "does not pay", "differs": "outputs differ", "fails": "no stream"}
     assert words[fault] in report.rows[0].refused
     assert program.replay is before
@@ -304,12 +309,12 @@ def test_the_kind_that_should_save_most_is_tried_alone(monkeypatch: pytest.Monke
         return Recorded(0.006 if len(found) == 2 else 0.0005, torch.ones(2))
 
     program = captured(Both(), torch.randn(2, 8), monkeypatch, replay)
-    spreading.spread(program, report := Report())
+    tune_stream_parallelism.spread(program, report := Report())
     assert asked == [[3, 6], [6]]
     assert not report.rows[0].refused
     lanes = [[list(lane) for lane in s.lanes] for s in program.sections]  # as JSON gives it back
     later = captured(Both(), torch.randn(2, 8), monkeypatch, replay)
-    spreading.again(later, lanes)
+    tune_stream_parallelism.again(later, lanes)
     assert [s.gain for s in later.sections] == [6]
-    spreading.again(program, [])
+    tune_stream_parallelism.again(program, [])
     assert not program.sections

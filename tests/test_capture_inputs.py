@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.trace import exporter
 from tensorlogic.core import policy
 from tensorlogic.cuda_graphs import capture, host_rng
 from tensorlogic.cuda_graphs.host_rng import drawn_once
@@ -25,7 +26,6 @@ from tensorlogic.cuda_graphs.keyword_calls import Words
 from tensorlogic.cuda_graphs.static_buffers import once, static_like
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Guard
-from tensorlogic.program import trace
 
 from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net, recorded
 
@@ -60,7 +60,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Own:
     for name, functions in states.items():
         own = (getattr(host_rng, name)[0], *functions)
         monkeypatch.setattr(host_rng, name, own)
-        monkeypatch.setattr(trace, name, own, raising=False)  # which optimize looks at
+        monkeypatch.setattr(exporter, name, own, raising=False)  # which optimize looks at
     monkeypatch.setattr(host_rng, "_others", lambda: [])
     return made
 

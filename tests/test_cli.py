@@ -115,7 +115,7 @@ def test_importing_loads_only_what_every_program_needs() -> None:
 import gc, sys, torch
 before = set(sys.modules)
 import tensorlogic
-late = {"filelock", "platformdirs", "html", "statistics", "tensorlogic.program", "tensorlogic.bench", "rich", "matplotlib", "torch._dynamo"}
+late = {"filelock", "platformdirs", "html", "statistics", "tensorlogic.compiler", "tensorlogic.bench", "rich", "matplotlib", "torch._dynamo"}
 late |= {"tensorlogic.dispatch.explain", "tensorlogic.autotune.tune", "tensorlogic.memory.pool"}
 assert not late & (set(sys.modules) - before), late & set(sys.modules)
 for key in ("CPU", "CUDA", "AutogradCPU"):  # what C++ finds without asking Python: AOTInductor's packages, scripted modules

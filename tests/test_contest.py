@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.inductor import background_compile, comparison, compile_process
+from tensorlogic.compiler.reporting.report import Report, Row
 from tensorlogic.guards import errors
 from tensorlogic.plans import open_stores
-from tensorlogic.program import contest, inductor, later
-from tensorlogic.program.report import Report, Row
 from tests.inductor_fakes import DEVICE, Chain, Fake, Normed, same, x
 
 
 def row(report: Report) -> Row:
-    (found,) = (r for r in report.rows if r.op == contest.OP)
+    (found,) = (r for r in report.rows if r.op == comparison.OP)
     return found
 
 
@@ -34,7 +34,7 @@ def test_the_faster_one_serves(fake: Fake) -> None:
     assert row(fast.report).refused == ""
     assert row(fast.report).ratio == pytest.approx((5 / 7,) * 3)  # beside what was found before
     assert fast.report.ratio == pytest.approx((0.5,) * 3)  # beside the original
-    assert all(r.refused for r in fast.report.rows if r.op != contest.OP)
+    assert all(r.refused for r in fast.report.rows if r.op != comparison.OP)
     given = x()
     same(fast(given), model(given))
     assert fast._program((given,), {}) is not errors.MISS
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_refused(fake: Fake) -> None:
 
 
 def test_where_nothing_of_ours_pays(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorlogic.program.choosing.MUST_GAIN", 0.0)
+    monkeypatch.setattr("tensorlogic.compiler.program_search.MUST_GAIN", 0.0)
     fake.left_us = 10.0
     model = Chain().to(DEVICE)
     fast = tensorlogic.optimize(model, x(), training=True, budget_s=30)
@@ -110,7 +110,7 @@ def test_only_an_explicit_budget_lets_it_compete(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = tensorlogic.optimize(Chain().to(DEVICE).eval(), x())
-    assert not [r for r in fast.report.rows if r.op == contest.OP]
+    assert not [r for r in fast.report.rows if r.op == comparison.OP]
     monkeypatch.setenv("TENSORLOGIC_INDUCTOR", "0")
     tensorlogic.optimize(Chain().to(DEVICE).eval(), torch.randn(7, 32, device=DEVICE), budget_s=30)
     assert fake.started == 0
@@ -147,11 +147,11 @@ def test_the_next_process_loads_it(fake: Fake) -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The background begins after ten calls (of 7 us, as the fake says)."""
-    monkeypatch.setattr(later, "EARNED_S", 70e-6)
-    monkeypatch.setattr(later, "LOOK_S", 7e-6)
-    monkeypatch.setattr(later, "FIXED_S", 0.0)
-    monkeypatch.setattr(later, "_imported", lambda: None)
-    monkeypatch.setattr(later, "_BEGUN", weakref.WeakSet())
+    monkeypatch.setattr(background_compile, "EARNED_S", 70e-6)
+    monkeypatch.setattr(background_compile, "LOOK_S", 7e-6)
+    monkeypatch.setattr(background_compile, "FIXED_S", 0.0)
+    monkeypatch.setattr(background_compile, "_imported", lambda: None)
+    monkeypatch.setattr(background_compile, "_BEGUN", weakref.WeakSet())
     with tensorlogic.policy(tune="auto"):
         yield
 
@@ -179,7 +179,7 @@ def test_in_the_background_it_takes_over(
     assert (
         fast._program is waiting
     )  # comparing costs 60 calls of 10 us, a twentieth of what is done
-    monkeypatch.setattr(later, "SHARE", 1e9)
+    monkeypatch.setattr(background_compile, "SHARE", 1e9)
     waiting.look_at = 0
     for _ in range(3):  # one comparison a call
         same(fast(given), model(given))
@@ -191,7 +191,7 @@ def test_in_the_background_it_takes_over(
     fast = tensorlogic.optimize(model, given)  # a later process begins with it
     assert fast.report.outcome == "compiled"
     assert fake.started == 1
-    assert not isinstance(fast._program, later.Later)
+    assert not isinstance(fast._program, background_compile.Later)
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ def test_in_the_background_it_takes_over(
 def test_in_the_background_it_may_lose(
     fake: Fake, soon: None, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    monkeypatch.setattr(later, "SHARE", 1e9)
+    monkeypatch.setattr(background_compile, "SHARE", 1e9)
     model, given = Chain().to(DEVICE).eval(), x()
     fast = tensorlogic.optimize(model, given)
     fake.failure, fake.us = failure, 8.0
@@ -207,11 +207,11 @@ def test_in_the_background_it_may_lose(
         same(fast(given), model(given))
     assert fake.started == 1
     assert row(fast.report).refused == (failure or "does not pay")
-    assert not isinstance(fast._program, later.Later)
+    assert not isinstance(fast._program, background_compile.Later)
     assert fast.report.outcome in ("rewritten", "captured")
     open_stores.forget()
     again = tensorlogic.optimize(model, given)
-    assert not isinstance(again._program, later.Later)  # it has been tried
+    assert not isinstance(again._program, background_compile.Later)  # it has been tried
     assert row(again.report).refused == (failure or "does not pay")
 
 
@@ -232,7 +232,7 @@ def test_what_waits_ends_with_its_model(fake: Fake, soon: None) -> None:
 def test_nothing_waits_where_nothing_is_to_be_measured(fake: Fake, soon: None) -> None:
     with tensorlogic.policy(tune="off"):
         fast = tensorlogic.optimize(Chain().to(DEVICE).eval(), x())
-        assert not isinstance(fast._program, later.Later)
+        assert not isinstance(fast._program, background_compile.Later)
 
 
 @torch.no_grad()
@@ -252,16 +252,16 @@ def test_graphs_travel_with_all_their_arguments(fake: Fake) -> None:
 
 def test_a_compilation_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     trace = traced(Chain().eval())
-    job = inductor.Compiling([inductor.whole(trace, tmp_path / "a.artifact")], False)
+    job = compile_process.Compiling([compile_process.whole(trace, tmp_path / "a.artifact")], False)
     job.wait(0.01)
-    with pytest.raises(inductor.Unable, match="not compiled in the 0 s"):
+    with pytest.raises(compile_process.Unable, match="not compiled in the 0 s"):
         job.made(tmp_path / "a.artifact")
     assert job.process.returncode is not None
     assert not (tmp_path / "a.artifact").exists()
 
 
 def traced(model: nn.Module) -> Any:
-    from tensorlogic.program.trace import trace
+    from tensorlogic.compiler.trace.exporter import trace
 
     with torch.no_grad():
         return trace(model.to(DEVICE), (x(),), {})
@@ -272,8 +272,8 @@ def test_without_a_compiler_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
-    order = inductor.whole(traced(Chain().eval()), tmp_path / "a.artifact")
-    job = inductor.Compiling([order], False)
+    order = compile_process.whole(traced(Chain().eval()), tmp_path / "a.artifact")
+    job = compile_process.Compiling([order], False)
     job.wait(120)
-    with pytest.raises(inductor.Unable, match=r"(?i)compiler"):
+    with pytest.raises(compile_process.Unable, match=r"(?i)compiler"):
         job.made(order.artifact)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.graph_breaks import Pieces
+from tensorlogic.compiler.object_models import Apart
 from tensorlogic.guards.finite_branches import Foretold
-from tensorlogic.program.apart import Apart
-from tensorlogic.program.pieces import Pieces
 
 from .support.graphs import DEVICE
 

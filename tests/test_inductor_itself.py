@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
+from tensorlogic.compiler.inductor import comparison, compile_process, partition
 from tensorlogic.guards import errors
 from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
-from tensorlogic.program import contest, inductor, leftovers
 from tensorlogic.system import settings
 
 from .inductor_fakes import DEVICE, Normed, Tails, graded, left, same, x
@@ -52,14 +52,16 @@ def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
         made = nn.Sequential(Normed(), nn.Linear(48, 32), nn.GELU())
         return made.to(DEVICE).train()
 
-    monkeypatch.setattr(contest, "GAIN", 1e9)
+    monkeypatch.setattr(comparison, "GAIN", 1e9)
     monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
     original = model()
     fast = tensorlogic.optimize(original, x(), training=True, budget_s=200)
     assert fast.report.outcome == "compiled", fast.report
     agrees(fast)
     open_stores.forget()
-    monkeypatch.setattr(inductor, "Compiling", None)  # loaded, as by a process that comes later
+    monkeypatch.setattr(
+        compile_process, "Compiling", None
+    )  # loaded, as by a process that comes later
     fast = tensorlogic.optimize(original, x(), training=True)
     assert fast.report.outcome == "compiled", fast.report
     agrees(fast)
@@ -73,16 +75,20 @@ def nothing() -> fx.Graph:
 
 
 def test_what_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)  # all of ours pays
-    monkeypatch.setattr(leftovers, "SHARE", 0.0)  # and every run is worth it
+    monkeypatch.setattr(
+        "tensorlogic.compiler.tune.region_tuner.LEAST_GAIN", 1e9
+    )  # all of ours pays
+    monkeypatch.setattr(partition, "SHARE", 0.0)  # and every run is worth it
     ratio = timer.Samples.ratio
     monkeypatch.setattr(
         timer.Samples,
         "ratio",
         lambda self, a, b: (0.5, 0.4, 0.6) if a == "inductor" else ratio(self, a, b),
     )
-    monkeypatch.setattr(contest.Contest, "_whole", lambda self, job, expected: None)
-    monkeypatch.setattr(inductor, "whole", lambda trace, path: inductor.Order(nothing(), [], path))
+    monkeypatch.setattr(comparison.Contest, "_whole", lambda self, job, expected: None)
+    monkeypatch.setattr(
+        compile_process, "whole", lambda trace, path: compile_process.Order(nothing(), [], path)
+    )
     model, given = Tails().to(DEVICE), x()
     fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
     assert [r.refused for r in left(fast.report)] == ["", ""], fast.report

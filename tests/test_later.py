@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.program import contest, later
+from tensorlogic.compiler.inductor import background_compile, comparison
 from tensorlogic.system import compile_workers, idle_resources, settings
 from tests.inductor_fakes import DEVICE, Fake
 
@@ -27,19 +27,19 @@ GIB = 1 << 30
 @pytest.fixture
 def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Begins after ten calls of 7 us (as the fake says) where there is room, after a hundred elsewhere; comparing is free."""
-    monkeypatch.setattr(later, "SOON_S", 70e-6)
-    monkeypatch.setattr(later, "EARNED_S", 700e-6)
-    monkeypatch.setattr(later, "LOOK_S", 7e-6)
-    monkeypatch.setattr(later, "SHARE", 1e9)
-    monkeypatch.setattr(later, "_imported", lambda: None)
-    monkeypatch.setattr(later, "_BEGUN", weakref.WeakSet())
+    monkeypatch.setattr(background_compile, "SOON_S", 70e-6)
+    monkeypatch.setattr(background_compile, "EARNED_S", 700e-6)
+    monkeypatch.setattr(background_compile, "LOOK_S", 7e-6)
+    monkeypatch.setattr(background_compile, "SHARE", 1e9)
+    monkeypatch.setattr(background_compile, "_imported", lambda: None)
+    monkeypatch.setattr(background_compile, "_BEGUN", weakref.WeakSet())
     with tensorlogic.policy(tune="auto"):
         yield
 
 
 def optimized(given: torch.Tensor) -> Any:
     fast: Any = tensorlogic.optimize(Chain().to(DEVICE).eval(), given)
-    assert isinstance(fast._program, later.Later)
+    assert isinstance(fast._program, background_compile.Later)
     return fast
 
 
@@ -78,13 +78,13 @@ def test_a_call_compares_one_thing_and_what_is_left_over_first(
 ) -> None:
     monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     done: list[bool] = []
-    plain = contest.Contest.compared
+    plain = comparison.Contest.compared
 
-    def noted(self: contest.Contest, job: Any, expected: Any) -> Any:
+    def noted(self: comparison.Contest, job: Any, expected: Any) -> Any:
         done.append(self.entire(job))
         return plain(self, job, expected)
 
-    monkeypatch.setattr(contest.Contest, "compared", noted)
+    monkeypatch.setattr(comparison.Contest, "compared", noted)
     given = x()
     fast = optimized(given)
     counts = []
@@ -94,7 +94,7 @@ def test_a_call_compares_one_thing_and_what_is_left_over_first(
         counts.append(len(done) - before)
     assert done == [False, True]
     assert max(counts) == 1
-    assert not isinstance(fast._program, later.Later)
+    assert not isinstance(fast._program, background_compile.Later)
     same(fast(given), Chain.forward(fast, given))
 
 
@@ -104,13 +104,13 @@ def test_what_it_takes_is_counted(
 ) -> None:
     """The second comparison waits until the first and itself are within the share of the work done."""
     monkeypatch.setattr(idle_resources, "spare", lambda device: True)
-    monkeypatch.setattr(later, "FIXED_S", 0.0)
+    monkeypatch.setattr(background_compile, "FIXED_S", 0.0)
     given = x()
     fast = optimized(given)
     waiting = fast._program
     while len(waiting.jobs) != 1:
         fast(given)
-    monkeypatch.setattr(later, "SHARE", 0.05)
+    monkeypatch.setattr(background_compile, "SHARE", 0.05)
     waiting.spent_s, waiting.last_s = 1.0, 0.0
     for _ in range(5):
         fast(given)
@@ -136,7 +136,7 @@ def test_nothing_is_compared_where_memory_is_the_callers(
     for _ in range(20):
         fast(given)
     assert fake.started == 1
-    assert not isinstance(fast._program, later.Later)
+    assert not isinstance(fast._program, background_compile.Later)
 
 
 def test_a_gpu_counts_what_pytorch_holds_and_does_not_use(
@@ -181,8 +181,8 @@ def test_threads_change_sooner_while_the_compiler_is_imported(
         raise ImportError(name)
 
     monkeypatch.setattr("importlib.import_module", imported)
-    later._imported()
-    assert seen == [pytest.approx(later.SWITCH_S)]
+    background_compile._imported()
+    assert seen == [pytest.approx(background_compile.SWITCH_S)]
     assert sys.getswitchinterval() == before
 
 
@@ -211,12 +211,12 @@ def test_two_threads_that_import_leave_the_programs_own_interval() -> None:
     before, inside, over = sys.getswitchinterval(), threading.Event(), threading.Event()
 
     def first() -> None:
-        with later._yielding():
+        with background_compile._yielding():
             inside.set()
             over.wait(0.3)
 
     def second() -> None:
-        with later._yielding():
+        with background_compile._yielding():
             over.set()
             one.join(10)
 
@@ -323,17 +323,17 @@ def test_a_program_inside_objects_waits_too(
     monkeypatch.setattr(idle_resources, "spare", lambda device: True)
     model, given = Holding().to(DEVICE).eval(), x()
     fast: Any = tensorlogic.optimize(model, given)
-    assert isinstance(fast._program.program, later.Later), fast.report
+    assert isinstance(fast._program.program, background_compile.Later), fast.report
     for _ in range(40):
         same(fast(given).y, model(given).y)
     assert fake.started == 1
     assert type(fast._program.program).__name__ == "Program"
-    assert any(r.op == contest.OP and not r.refused for r in fast.report.rows)
+    assert any(r.op == comparison.OP and not r.refused for r in fast.report.rows)
 
 
 def waiting(fast: Any) -> list[Any]:
     found = [p for piece in fast._program.pieces for p in piece.programs.values()]
-    return [p for p in found if isinstance(p, later.Later)]
+    return [p for p in found if isinstance(p, background_compile.Later)]
 
 
 @torch.no_grad()
@@ -349,7 +349,7 @@ def test_a_graph_of_dynamos_waits_too(
     assert fake.started == 1
     assert not waiting(fast)
     assert "background" in str(fast.report)
-    assert any(r.op == contest.OP and not r.refused for r in fast.report.rows)
+    assert any(r.op == comparison.OP and not r.refused for r in fast.report.rows)
     assert [type(p).__name__ for p in fast._program.programs] == ["Program"]
 
 
@@ -384,10 +384,10 @@ def test_what_fails_while_it_is_compared_leaves_calls_as_they_were(
     def failing(*_: Any) -> Any:
         raise AssertionError("expected size 256==256, stride 1==1024")
 
-    monkeypatch.setattr(contest.Contest, "compared", failing)
+    monkeypatch.setattr(comparison.Contest, "compared", failing)
     given = x()
     fast = optimized(given)
     for _ in range(30):
         same(fast(given), Chain.forward(fast, given))
     assert fake.started == 1
-    assert not isinstance(fast._program, later.Later)
+    assert not isinstance(fast._program, background_compile.Later)

@@ -12,18 +12,19 @@ import torch
 from torch import nn
 
 import tensorlogic
+from tensorlogic.compiler import program_search
+from tensorlogic.compiler.inductor import background_compile, comparison, compile_process
+from tensorlogic.compiler.reporting.report import Report, Row
+from tensorlogic.compiler.runtime.program import Program
+from tensorlogic.compiler.verify.whole_model import Whole
 from tensorlogic.core.tolerance import Verdict
 from tensorlogic.plans import open_stores
-from tensorlogic.program import choosing, contest, inductor, later
-from tensorlogic.program.report import Report, Row
-from tensorlogic.program.serve import Program
-from tensorlogic.program.whole import Whole
 from tests.inductor_fakes import DEVICE, Fake, Tails, graded, left, same, tails, x
 from tests.inductor_fakes import ours as ours  # the fixture
 
 
 def whole(report: Report) -> Row:
-    (found,) = (r for r in report.rows if r.op == contest.OP)
+    (found,) = (r for r in report.rows if r.op == comparison.OP)
     return found
 
 
@@ -122,7 +123,7 @@ def test_a_run_by_which_the_whole_error_grows_is_undone(
 def test_runs_may_pay_where_our_rewrites_alone_do_not(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choosing, "MUST_GAIN", 0.0)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 0.0)
     fake.left_us, fake.us = 4.0, 9.0
     fast = tensorlogic.optimize(tails(), x(), budget_s=30)
     assert fast.report.outcome in ("rewritten", "captured")
@@ -157,11 +158,11 @@ def test_a_later_process_loads_them(fake: Fake, monkeypatch: pytest.MonkeyPatch)
 
 @torch.no_grad()
 def test_in_the_background(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(later, "EARNED_S", 0.0)
-    monkeypatch.setattr(later, "LOOK_S", 0.0)
-    monkeypatch.setattr(later, "SHARE", 1e9)
-    monkeypatch.setattr(later, "_imported", lambda: None)
-    monkeypatch.setattr(later, "_BEGUN", weakref.WeakSet())
+    monkeypatch.setattr(background_compile, "EARNED_S", 0.0)
+    monkeypatch.setattr(background_compile, "LOOK_S", 0.0)
+    monkeypatch.setattr(background_compile, "SHARE", 1e9)
+    monkeypatch.setattr(background_compile, "_imported", lambda: None)
+    monkeypatch.setattr(background_compile, "_BEGUN", weakref.WeakSet())
     fake.left_us, fake.us = 4.0, 9.0
     model, given = tails(), x()
     with tensorlogic.policy(tune="auto"):
@@ -183,7 +184,7 @@ def test_an_interrupt_ends_the_compilers_and_reaches_the_caller(
     def interrupted(self: Any, seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inductor.Compiling, "wait", interrupted)
+    monkeypatch.setattr(compile_process.Compiling, "wait", interrupted)
     model, given = tails(), x()
     want = model(given)
     with pytest.raises(KeyboardInterrupt):

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
+from tensorlogic.compiler.inductor import compile_process, partition
+from tensorlogic.compiler.runtime.program import Program
+from tensorlogic.compiler.trace import compiled_call
 from tensorlogic.ops.linear import linear
-from tensorlogic.program import inductor, leftovers
-from tensorlogic.program.serve import Program
 from tests.inductor_fakes import DEVICE, Fake, program_of
 
 from .inductor_fakes import left, same, tails, x
@@ -23,11 +24,11 @@ from .inductor_fakes import ours as ours  # the fixture
 
 def by_itself(program: Program, tmp_path: Path) -> Program:
     """The program with every run in the place of its calls, run as it travelled."""
-    found = leftovers.kinds(program, tmp_path / "a.artifact")
+    found = partition.kinds(program, tmp_path / "a.artifact")
     for kind in found:
-        packed = inductor._unpacked(inductor._packed(kind.order().graph))
-        kind.made = inductor.Compiled(fx.GraphModule(nn.Module(), packed), False)
-    return leftovers.woven(program, found)
+        packed = compile_process._unpacked(compile_process._packed(kind.order().graph))
+        kind.made = compiled_call.Compiled(fx.GraphModule(nn.Module(), packed), False)
+    return partition.woven(program, found)
 
 
 class Around(nn.Module):
@@ -47,7 +48,7 @@ class Around(nn.Module):
 def test_a_run_never_waits_for_itself(tmp_path: Path) -> None:
     model, given = Around().to(DEVICE).eval(), x()
     program = program_of(model, given)
-    found = [sorted(str(c.target) for c in r.calls) for r in leftovers.runs(program)]
+    found = [sorted(str(c.target) for c in r.calls) for r in partition.runs(program)]
     assert found == [
         ["aten.cos.default", "aten.sin.default"],
         ["aten.add.Tensor", "aten.exp.default", "aten.mul.Tensor"],
@@ -127,4 +128,4 @@ def test_what_refuses_its_inputs_says_so() -> None:
         raise AssertionError("expected stride 1")
 
     with pytest.raises(RuntimeError, match=r"compiled by Inductor.*expected stride 1"):
-        inductor.Compiled(strict, False)(torch.ones(1))
+        compiled_call.Compiled(strict, False)(torch.ones(1))

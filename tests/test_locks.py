@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tensorlogic.autotune import background_tuning
+from tensorlogic.compiler.runtime import program
 from tensorlogic.core import weight_cache
 from tensorlogic.cuda_graphs.replay import Line
 from tensorlogic.dispatch import candidate_loading
 from tensorlogic.native import call_extension, cpu_library, hook_extension
 from tensorlogic.plans import open_stores
-from tensorlogic.program import serve
 from tensorlogic.system import compile_pool, thread_output
 
 LOCKS: dict[str, tuple[Any, str]] = {
@@ -28,7 +28,7 @@ LOCKS: dict[str, tuple[Any, str]] = {
     "native": (cpu_library, "_lock"),
     "registry": (candidate_loading, "_LOCK"),
     "stores": (open_stores, "_LOCK"),
-    "serve": (serve, "_REFRESHING"),
+    "serve": (program, "_REFRESHING"),
     "streams": (thread_output, "TURN"),
 }
 

@@ -16,13 +16,13 @@ import torch
 
 import tensorlogic
 from tensorlogic.autotune import tuner
+from tensorlogic.compiler.verify import equivalence
 from tensorlogic.core import tolerance
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
 from tensorlogic.measure import timer
 from tensorlogic.measure.verification import Checker
 from tensorlogic.plans.environment import environment
-from tensorlogic.program import check
 
 from .clockwork import Clock
 from .helpers import PUBLIC, cases, full
@@ -287,10 +287,10 @@ def test_outputs_of_few_elements_may_differ_as_chance_makes_them(
     """In models' checks; where candidates are judged, twice eager's error is the bound whatever the size."""
     ref = torch.full((count,), 3.0, dtype=torch.float64)
     plain, nearly, wrong = ((ref + times * 1e-5).float() for times in (1.0, near, far))
-    assert check.compare(nearly, plain, ref)
-    assert "times eager's" in str(check.compare(wrong, plain, ref).reason)
+    assert equivalence.compare(nearly, plain, ref)
+    assert "times eager's" in str(equivalence.compare(wrong, plain, ref).reason)
     assert bool(judged(nearly, plain, ref)) == (count < 64)
-    alike = check.compare(nearly, plain, ref).error
+    alike = equivalence.compare(nearly, plain, ref).error
     assert alike == pytest.approx(1.0 if count < 64 else near, rel=0.03)
 
 

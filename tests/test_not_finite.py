@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
+from tensorlogic.compiler.rewrite.rule_set import WAYS
 from tensorlogic.core.op import OPS
 from tensorlogic.ops.attention_scores import backward_call, masked
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.linear import linear
-from tensorlogic.program.patterns import WAYS
 
 from .helpers import by_way
 

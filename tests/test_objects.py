@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program.apart import Apart
-from tensorlogic.program.objects import Objects, Opaque
-from tensorlogic.program.regions import Judge
+from tensorlogic.compiler.object_models import Apart
+from tensorlogic.compiler.trace.object_flattening import Objects, Opaque
+from tensorlogic.compiler.tune.region_tuner import Judge
 
 
 @pytest.fixture(autouse=True)
@@ -374,11 +374,11 @@ def test_memory_that_a_call_writes_to() -> None:
 
 
 def test_a_later_process_takes_the_graph_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorlogic.program import recall
+    from tensorlogic.compiler import trace_cache
 
     model, cache = Decoder(), filled()
     optimized(model, x=token(), cache=cache)
-    monkeypatch.setattr(recall, "trace", lambda *_: pytest.fail("traced once more"))
+    monkeypatch.setattr(trace_cache, "trace", lambda *_: pytest.fail("traced once more"))
     fast = optimized(model, x=token(), cache=filled())
     x, mine = token(), filled()
     theirs = copy.deepcopy(mine)

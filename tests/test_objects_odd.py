@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program.apart import Apart
-from tensorlogic.program.objects import Objects, Opaque
+from tensorlogic.compiler.object_models import Apart
+from tensorlogic.compiler.trace.object_flattening import Objects, Opaque
 
 MADE: list[int] = []
 LAST: deque[int] = deque(maxlen=9)

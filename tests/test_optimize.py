@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program import choosing
-from tensorlogic.program.optimizing import OptimizedModule
+from tensorlogic.compiler import program_search
+from tensorlogic.compiler.optimize import OptimizedModule
 
 from .support.graphs import close, served
 
@@ -81,7 +81,7 @@ def test_same_results(pays: None, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def test_original_comes_back_where_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "MUST_GAIN", 0.0)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 0.0)
     model = Block().eval()
     fast = tensorlogic.optimize(model, (torch.randn(1, 3, 16),))
     assert fast is model

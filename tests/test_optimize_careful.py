@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorlogic
+from tensorlogic.compiler.optimize import OptimizedModule, _extended
+from tensorlogic.compiler.runtime.program import PATIENCE, REST
+from tensorlogic.compiler.trace.exporter import trace, witness
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.python_globals import Reach
-from tensorlogic.program.optimizing import OptimizedModule, _extended
-from tensorlogic.program.serve import PATIENCE, REST
-from tensorlogic.program.trace import trace, witness
 
 from .inductor_fakes import program_of
 

@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler import optimize, program_search
+from tensorlogic.compiler.inductor import compile_process
+from tensorlogic.compiler.runtime.program import Program, shared_outputs
+from tensorlogic.compiler.trace.exporter import trace
+from tensorlogic.compiler.trace.traced_graph import Trace
+from tensorlogic.compiler.verify import equivalence
+from tensorlogic.compiler.verify.whole_model import Whole
 from tensorlogic.core.weight_cache import CACHE
-from tensorlogic.program import check, choosing, inductor, optimizing
-from tensorlogic.program.serve import Program, shared_outputs
-from tensorlogic.program.trace import Trace, trace
-from tensorlogic.program.whole import Whole
 
 
 class Sampling(nn.Module):
@@ -81,8 +84,8 @@ def test_whatever_drops_values_is_compared_without() -> None:
     calls = [n for n in made.graph.nodes if 0.4 in n.args]
     assert len(calls) == 7
     for node in calls:
-        assert 0.4 not in check.silent(node)
-        assert len(check.silent(node)) == len(node.args)
+        assert 0.4 not in equivalence.silent(node)
+        assert len(equivalence.silent(node)) == len(node.args)
     whole = Whole(made, False)
     assert (
         whole.judge(Program(made, copy.deepcopy(made.graph), {}, False, nn.Module())).error < 1.01
@@ -93,9 +96,9 @@ def test_whatever_drops_values_is_compared_without() -> None:
 
 def test_what_drops_nothing_is_not_random() -> None:
     x = torch.randn(2, 3, 4, 8)
-    assert inductor.unfit(traced(Dropping(0.0).eval(), x)) is None
-    assert inductor.unfit(traced(Dropping(0.0).train(), x)) is None
-    assert inductor.unfit(traced(Dropping(0.4).train(), x)) is not None
+    assert compile_process.unfit(traced(Dropping(0.0).eval(), x)) is None
+    assert compile_process.unfit(traced(Dropping(0.0).train(), x)) is None
+    assert compile_process.unfit(traced(Dropping(0.4).train(), x)) is not None
 
 
 def network() -> nn.Module:
@@ -140,7 +143,7 @@ def test_copies_that_experiments_made_are_given_back(
     pays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = network(), torch.randn(4, 16)
-    mine, found = model[0].weight, choosing.best
+    mine, found = model[0].weight, program_search.best
 
     def derive(tensor: Tensor, kind: str) -> None:
         CACHE.get(tensor, kind, Tensor.double, lambda t: t.nbytes)
@@ -150,7 +153,7 @@ def test_copies_that_experiments_made_are_given_back(
         return found(*args)
 
     derive(mine, "the caller's")
-    monkeypatch.setattr(optimizing, "best", experimenting)
+    monkeypatch.setattr(optimize, "best", experimenting)
     fast = tensorlogic.optimize(model, x)
     assert CACHE.holds(mine, "the caller's")
     assert not CACHE.holds(model[2].weight, "left over")
@@ -186,8 +189,8 @@ def test_garbage_is_searched_for_among_what_is_new(
         counts.append(gc.get_freeze_count())
         raise ZeroDivisionError
 
-    monkeypatch.setattr(optimizing, "probe", failing)
-    monkeypatch.setattr(optimizing, "takes_itself", lambda *_: False)
+    monkeypatch.setattr(optimize, "probe", failing)
+    monkeypatch.setattr(optimize, "takes_itself", lambda *_: False)
     gc.unfreeze()
     if frozen:
         gc.freeze()

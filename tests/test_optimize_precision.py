@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.rewrite import precision_pass
 from tensorlogic.core import policy as core_policy
 from tensorlogic.mixed_precision import adaptive, number_formats
-from tensorlogic.program import precisely
 
 
 class Mixed(nn.Module):
@@ -137,9 +137,9 @@ def test_attention_is_pytorchs() -> None:
     mask[2] = False
     sdpa = torch.nn.functional.scaled_dot_product_attention
     for more in ({}, {"is_causal": True}, {"scale": 0.2}):
-        mine = precisely.attention(q, k, v, enable_gqa=True, **more)  # type: ignore[arg-type]
+        mine = precision_pass.attention(q, k, v, enable_gqa=True, **more)  # type: ignore[arg-type]
         torch.testing.assert_close(mine, sdpa(q, k, v, enable_gqa=True, **more))  # type: ignore[arg-type]
     for given in (mask, torch.randn(5, 7)):
         k, v = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8)
-        torch.testing.assert_close(precisely.attention(q, k, v, given), sdpa(q, k, v, given))
+        torch.testing.assert_close(precision_pass.attention(q, k, v, given), sdpa(q, k, v, given))
     assert number_formats.result_dtype(q, v) == torch.float32

@@ -22,7 +22,9 @@ from tensorlogic.measure import timer
 @pytest.fixture
 def pays(pays: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is right counts as faster."""
-    monkeypatch.setattr("tensorlogic.program.check.GROWTH", 3.0)  # tiny sums round by luck
+    monkeypatch.setattr(
+        "tensorlogic.compiler.verify.equivalence.GROWTH", 3.0
+    )  # tiny sums round by luck
 
 
 class Net(nn.Module):
@@ -185,7 +187,7 @@ import copy, os, sys, torch
 import torch.distributed as dist
 from torch import nn
 import tensorlogic
-from tensorlogic.program import choosing
+from tensorlogic.compiler import program_search as choosing
 choosing.MUST_GAIN = 1e9
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)

@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import tensorlogic
+from tensorlogic.compiler.runtime import program as runtime_program
+from tensorlogic.compiler.runtime.codegen import OTHERS
+from tensorlogic.compiler.trace.compiled_call import Compiled
 from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards.errors import MISS
-from tensorlogic.program import serve
-from tensorlogic.program.code import OTHERS
-from tensorlogic.program.inductor import Compiled
 
 from .support.graphs import DEVICE, PythonTape
 
@@ -102,7 +102,7 @@ def test_what_inductor_compiled_gives_no_other_gradients(pays: None) -> None:
     graph = fx.Graph()
     node = graph.placeholder("x")
     graph.output(graph.call_function(Compiled(lambda v: [v * 2], False), (node,)))
-    made = serve.Program(program.trace, program.graph, {}, True, model)
+    made = runtime_program.Program(program.trace, program.graph, {}, True, model)
     assert made.fixed == []
     made.made, made.fixed = True, [t for t in made.held if not t.requires_grad]
     assert made((x,), {}) is not MISS

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler import program_search
 from tensorlogic.measure import timer
-from tensorlogic.program import choosing
 
 
 class Writing(nn.Module):
@@ -28,9 +28,9 @@ def test_graphs_with_copies_of_inputs_take_none_that_overlap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As CUDA graphs have: a write to one copy would not be seen in the other."""
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.USUAL_SHARE_S", 0.001)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.compiler.tune.region_tuner.LEAST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.compiler.tune.region_tuner.USUAL_SHARE_S", 0.001)
     monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
     with torch.no_grad():
         x, whole, replayed = torch.randn(2, 8), torch.randn(2, 2, 8), []

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.trace.exporter import trace
+from tensorlogic.compiler.verify import gradients as verify_gradients
 from tensorlogic.guards import errors
-from tensorlogic.program import gradients
-from tensorlogic.program.trace import trace
 
 from .support.graphs import close
 
@@ -112,16 +112,16 @@ def test_a_graph_is_compared_with_the_model() -> None:
     """Whatever it is that a graph leaves out."""
     model, x = Net(lambda v: v, 0.5, False).train(), torch.randn(4, 8, requires_grad=True)
     traced = trace(model, (x,), {})
-    gradients.same(traced, model, (x,), {})
+    verify_gradients.same(traced, model, (x,), {})
     model.own = lambda v: 0.9 * v + 0.1 * v.detach()
     with pytest.raises(errors.Untraceable, match="gradients are not the model's"):
-        gradients.same(traced, model, (x,), {})
+        verify_gradients.same(traced, model, (x,), {})
     model.own = lambda v: 1.1 * v
     model.drop.p = 0.0
     traced = trace(model, (x,), {})
     model.own = lambda v: v
     with pytest.raises(errors.Untraceable, match="outputs are not the model's"):
-        gradients.same(traced, model, (x,), {})
+        verify_gradients.same(traced, model, (x,), {})
     assert all(p.grad is None for p in model.parameters())
 
 

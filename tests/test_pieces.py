@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorlogic
-from tensorlogic.program import check, choosing, pieces
-from tensorlogic.program.outcomes import widely
-from tensorlogic.program.pieces import Pieces
+from tensorlogic.compiler import graph_breaks, program_search
+from tensorlogic.compiler.graph_breaks import Pieces
+from tensorlogic.compiler.trace import widening
+from tensorlogic.compiler.verify.call_effects import widely
 
 from .clockwork import Clock
 from .support.graphs import Layers
@@ -283,7 +284,7 @@ class Grouped(Branching):
 def test_halves_are_checked_in_float32_where_float64_is_unknown(
     pays: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "wide_dtype", lambda tensors: torch.float64)  # as on a GPU
+    monkeypatch.setattr(widening, "wide_dtype", lambda tensors: torch.float64)  # as on a GPU
     model, x = Grouped().eval().bfloat16(), torch.randn(3, 4).bfloat16()
     fast = tensorlogic.optimize(model, x)
     assert isinstance(fast._program, Pieces), fast.report.reason
@@ -369,16 +370,16 @@ def test_graphs_behind_a_slow_one_are_served_too(
                 x = x * 2
             return x
 
-    clock, shares, plain = Clock(), list[float](), choosing.best
+    clock, shares, plain = Clock(), list[float](), program_search.best
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         shares.append(args[4])
         clock.now += 2.0
         return plain(*args, **kwargs)
 
-    clock.stands_in(monkeypatch, pieces)
-    monkeypatch.setattr(pieces, "best", slow)
-    monkeypatch.setattr(pieces.Pieces, "share", lambda self, key: max(0.0, self.left))
+    clock.stands_in(monkeypatch, graph_breaks)
+    monkeypatch.setattr(graph_breaks, "best", slow)
+    monkeypatch.setattr(graph_breaks.Pieces, "share", lambda self, key: max(0.0, self.left))
     model, x = nn.Sequential(*(Step(8 + i, 9 + i) for i in range(4))).eval(), torch.randn(4, 8)
     fast = tensorlogic.optimize(model, x, budget_s=1.0)
     assert shares == [1.0, 0.0]  # 1, -1, -3 s were left: twice the budget beyond it, no more

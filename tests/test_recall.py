@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tensorlogic
+from tensorlogic.compiler import trace_cache
+from tensorlogic.compiler.trace import traced_graph
+from tensorlogic.compiler.trace.exporter import trace
+from tensorlogic.compiler.trace.serialization import Unpackable, packed, unpacked
+from tensorlogic.compiler.tune import decision_store
 from tensorlogic.guards.errors import Untraceable
 from tensorlogic.guards.tensor_tree import storage
-from tensorlogic.program import recall, stored
-from tensorlogic.program import trace as program_trace
-from tensorlogic.program.packed import Unpackable, packed, unpacked
-from tensorlogic.program.trace import trace
 from tensorlogic.system import settings
 
 HELP: Callable[[Tensor, Tensor], Tensor] = lambda y, x: y * 2.0  # noqa: E731  # part of no class
@@ -52,9 +53,9 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def graph_of(model: nn.Module, x: Tensor) -> program_trace.Trace:
+def graph_of(model: nn.Module, x: Tensor) -> traced_graph.Trace:
     with torch.no_grad():
-        return recall.traced(model, model, (x,), {})
+        return trace_cache.traced(model, model, (x,), {})
 
 
 def file() -> Path:
@@ -67,7 +68,7 @@ def test_the_second_process_traces_nothing(exported: list[Any]) -> None:
     net, x = Net().eval(), torch.randn(4, 8)  # other weights, other inputs
     second = graph_of(net, x)
     assert len(exported) == 1
-    assert stored.text_of(first) == stored.text_of(second)
+    assert decision_store.text_of(first) == decision_store.text_of(second)
     shared = []
     for found in (first, second):
         memory = [storage(n) for n in found.graph.nodes]
@@ -159,7 +160,7 @@ def test_models_that_write_are_traced_each_time(exported: list[Any]) -> None:
 
 
 def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "MOST", 2)
+    monkeypatch.setattr(trace_cache, "MOST", 2)
     for rows in (3, 4, 5):
         graph_of(Net().eval(), torch.randn(rows, 8))
     assert len(list((settings.cache_folder() / "graphs").iterdir())) == 2

@@ -12,6 +12,18 @@ import torch
 from torch import fx, nn
 
 import tensorlogic
+from tensorlogic.compiler import program_search
+from tensorlogic.compiler.reporting.report import Row
+from tensorlogic.compiler.rewrite.matcher import Region, again, rewrite
+from tensorlogic.compiler.rewrite.rule_set import RULES
+from tensorlogic.compiler.runtime import program as runtime_program
+from tensorlogic.compiler.runtime.codegen import Sites
+from tensorlogic.compiler.trace.exporter import trace
+from tensorlogic.compiler.tune import precompile, region_graph, region_tuner
+from tensorlogic.compiler.tune.decision import Decision
+from tensorlogic.compiler.tune.region_graph import CHOSEN, Fragment
+from tensorlogic.compiler.tune.region_tuner import HEATS, raced
+from tensorlogic.compiler.verify import whole_model as verify_whole_model
 from tensorlogic.core import policy as core_policy
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.key import Key
@@ -23,16 +35,6 @@ from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import timer
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.plans import open_stores
-from tensorlogic.program import choosing, early, fragments, regions, serve
-from tensorlogic.program import whole as program_whole
-from tensorlogic.program.code import Sites
-from tensorlogic.program.decisions import Decision
-from tensorlogic.program.fragments import CHOSEN, Fragment
-from tensorlogic.program.patterns import RULES
-from tensorlogic.program.regions import HEATS, raced
-from tensorlogic.program.report import Row
-from tensorlogic.program.rewrite import Region, again, rewrite
-from tensorlogic.program.trace import trace
 from tensorlogic.system import compile_pool
 
 from .clockwork import Clock
@@ -58,10 +60,10 @@ def test_the_fastest_of_the_clearly_milder_ways_comes_next() -> None:
 def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    judge = program_whole.Whole.judge
+    judge = verify_whole_model.Whole.judge
     tried = []
 
-    def strict(self: program_whole.Whole, program: serve.Program) -> Verdict:
+    def strict(self: verify_whole_model.Whole, program: runtime_program.Program) -> Verdict:
         """As if only the plain form of a convolution were right enough in the whole."""
         names = [str(getattr(n.target, "__name__", n.target)) for n in program.function.nodes]
         tried.append("convolution" in names)
@@ -73,10 +75,10 @@ def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
         before, self.way, self.ready = self.way, "torch.eager", ("torch.eager",)
         return before != "torch.eager"
 
-    monkeypatch.setattr(program_whole.Whole, "judge", strict)
+    monkeypatch.setattr(verify_whole_model.Whole, "judge", strict)
     monkeypatch.setattr(Decision, "milder", milder)
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.compiler.tune.region_tuner.LEAST_GAIN", 1e9)
     monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
     median = timer.Samples.median
     slow = {"before", "torch.eager"}
@@ -96,10 +98,10 @@ def test_another_way_takes_the_place_of_one_that_makes_the_whole_wrong(
 def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    judge, made, tried = program_whole.Whole.judge, fragments.Fragment, []
-    monkeypatch.setattr("tensorlogic.program.optimizing.BUDGET_S", 60.0)  # also beside other work
+    judge, made, tried = verify_whole_model.Whole.judge, region_graph.Fragment, []
+    monkeypatch.setattr("tensorlogic.compiler.optimize.BUDGET_S", 60.0)  # also beside other work
 
-    def strict(self: program_whole.Whole, program: serve.Program) -> Verdict:
+    def strict(self: verify_whole_model.Whole, program: runtime_program.Program) -> Verdict:
         found = judge(self, program)
         wrong = "onednn.packed" in program.ways.values()
         return Verdict(found.reason, 3.0) if wrong else found
@@ -108,11 +110,11 @@ def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
         tried.append((region.root, way))
         return made(region, way, env)
 
-    monkeypatch.setattr(program_whole.Whole, "judge", strict)
-    monkeypatch.setattr(regions, "Fragment", fragment)
+    monkeypatch.setattr(verify_whole_model.Whole, "judge", strict)
+    monkeypatch.setattr(region_tuner, "Fragment", fragment)
     monkeypatch.setattr(Decision, "milder", lambda self: False)
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr("tensorlogic.program.regions.LEAST_GAIN", 1e9)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 1e9)
+    monkeypatch.setattr("tensorlogic.compiler.tune.region_tuner.LEAST_GAIN", 1e9)
     monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
     def times(calls: dict[str, Any], device: torch.device) -> dict[str, timer.Samples]:
@@ -120,7 +122,7 @@ def test_a_way_too_inexact_for_a_region_is_not_tried_on_its_parts(
         took = {name: [1.0 if "onednn" in name else 2.0] * 6 for name in calls}
         return dict.fromkeys(calls, timer.Samples(took))
 
-    monkeypatch.setattr(regions, "raced", times)
+    monkeypatch.setattr(region_tuner, "raced", times)
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
     fast = tensorlogic.optimize(nn.Sequential(*layers).eval(), torch.randn(2, 3, 8, 8))
     whole = [root for root, way in tried if way == "onednn.packed"]
@@ -253,21 +255,21 @@ def test_what_composites_call_waits_for_no_compiler(monkeypatch: pytest.MonkeyPa
     """Ops that stand in the model themselves do, until the time for it is over."""
     net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(32, 8), nn.ReLU())
     seen: dict[tuple[str, bool], set[bool]] = {}
-    begun, measured = regions.Judge.__init__, regions.Judge._measure
+    begun, measured = region_tuner.Judge.__init__, region_tuner.Judge._measure
 
-    def patient(self: regions.Judge, *given: Any) -> None:
+    def patient(self: region_tuner.Judge, *given: Any) -> None:
         begun(self, *given)
         self.deadline = self.end = math.inf
 
-    def watched(self: regions.Judge, region: Region, *rest: Any) -> Decision:
+    def watched(self: region_tuner.Judge, region: Region, *rest: Any) -> Decision:
         late = self.deadline == 0.0
         seen.setdefault((region.op, late), set()).add(compile_pool.in_a_hurry())
         found = measured(self, region, *rest)
         self.deadline = 0.0
         return found
 
-    monkeypatch.setattr(regions.Judge, "__init__", patient)
-    monkeypatch.setattr(regions.Judge, "_measure", watched)
+    monkeypatch.setattr(region_tuner.Judge, "__init__", patient)
+    monkeypatch.setattr(region_tuner.Judge, "_measure", watched)
     for first in (net, net[2:]):  # the one that is decided first has time left
         open_stores.forget()
         x = torch.randn(4, 4, 2, 2) if first is net else torch.randn(6, 8, 2, 2)
@@ -307,9 +309,9 @@ def test_regions_whose_kernels_are_there_are_decided_first(
     dropped: list[Kernel] = []
     order: list[str] = []
     ready: set[Kernel] = set()
-    one = regions.Judge._one
+    one = region_tuner.Judge._one
 
-    def decided(self: regions.Judge, region: Region, env: Any) -> Decision:
+    def decided(self: region_tuner.Judge, region: Region, env: Any) -> Decision:
         assert {"24", "16"} <= {k.name for k in begun}
         order.append(region.root)
         ready.update(begun if arrives else ())
@@ -319,10 +321,10 @@ def test_regions_whose_kernels_are_there_are_decided_first(
         outputs = key.tensors[1].shape[0]  # type: ignore[union-attr]
         return [Kernel(str(outputs))] if outputs in (16, 24) else []
 
-    monkeypatch.setattr(regions.Judge, "_one", decided)
-    monkeypatch.setattr(early, "jobs", jobs)
-    monkeypatch.setattr(regions, "slowness", lambda row: 0.5)  # every region stands
-    monkeypatch.setattr(choosing.check, "GROWTH", 1e9)
+    monkeypatch.setattr(region_tuner.Judge, "_one", decided)
+    monkeypatch.setattr(precompile, "jobs", jobs)
+    monkeypatch.setattr(region_tuner, "slowness", lambda row: 0.5)  # every region stands
+    monkeypatch.setattr(program_search.check, "GROWTH", 1e9)
     monkeypatch.setattr(compile_pool, "elsewhere", lambda: True)
     monkeypatch.setattr(compile_pool, "begin", begun.extend)
     monkeypatch.setattr(compile_pool, "submit", begun.extend)
@@ -367,11 +369,11 @@ def test_kernels_of_the_plan_and_of_its_rivals_are_known_before_they_are_bound(
     plan = dispatch_decision.Decision(("b", {"n": 2}), ("broken", {}), "plan")
     monkeypatch.setattr(dispatch_selector, "decide", lambda *_: plan)
     complete = False
-    monkeypatch.setattr(early.measure_key, "complete", lambda *_: complete)
-    assert early.jobs(op, key, x.device) == ["b2"]
-    assert [(c.id, jobs) for c, jobs in early.rivals(op, key, x.device)] == [
+    monkeypatch.setattr(precompile.measure_key, "complete", lambda *_: complete)
+    assert precompile.jobs(op, key, x.device) == ["b2"]
+    assert [(c.id, jobs) for c, jobs in precompile.rivals(op, key, x.device)] == [
         ("a", ["a1"]),
         ("b", ["b1"]),
     ]
     complete = True
-    assert not list(early.rivals(op, key, x.device))
+    assert not list(precompile.rivals(op, key, x.device))

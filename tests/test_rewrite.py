@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from tensorlogic.compiler.rewrite.matcher import emitter, rewrite
+from tensorlogic.compiler.rewrite.rule_set import RULES
+from tensorlogic.compiler.trace.exporter import trace
+from tensorlogic.compiler.trace.graph_facts import constants
+from tensorlogic.compiler.trace.side_effects import probe
+from tensorlogic.compiler.verify import equivalence
 from tensorlogic.guards.errors import Untraceable
 from tensorlogic.ops.rms_norm import RMS_NORM
 from tensorlogic.ops.swiglu import SWIGLU
-from tensorlogic.program import check
-from tensorlogic.program.patterns import RULES
-from tensorlogic.program.probe import probe
-from tensorlogic.program.rewrite import emitter, rewrite
-from tensorlogic.program.trace import constants, trace
 
 
 class Says(nn.Module):
@@ -321,7 +322,7 @@ def test_rewritten_graphs_compute_the_same() -> None:
             env: dict[str, Any] = {n: t for n, (_, t) in traced.state.items()}
             env |= dict(zip(traced.inputs, traced.example, strict=True))
             calls = [n for n in traced.graph.nodes if n.op == "call_function"]
-            check.evaluate(calls, env, None)
+            equivalence.evaluate(calls, env, None)
             out = env[traced.graph.output_node().args[0][0].name]
             torch.testing.assert_close(out, model(*args), rtol=1e-4, atol=1e-5)
 

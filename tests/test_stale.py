@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.runtime import program as runtime_program
 from tensorlogic.core.weight_cache import CACHE
 from tensorlogic.guards import weight_fingerprint
-from tensorlogic.program import serve
 
 SCALE = 1.0
 TABLE = {"shift": 0.5}
@@ -269,7 +269,7 @@ def test_somebodys_graph_holds_no_constants(pays: None, monkeypatch: pytest.Monk
     program.function.run = counted
     fast(x)
     assert runs == [1]
-    monkeypatch.setattr(serve, "_capturing", lambda _: True)
+    monkeypatch.setattr(runtime_program, "_capturing", lambda _: True)
     torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
     model[0].weight.mul_(2)
     stamp = program.stamp

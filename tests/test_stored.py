@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler import program_search
+from tensorlogic.compiler.runtime.codegen import Sites
+from tensorlogic.compiler.tune import decision_store, region_tuner
+from tensorlogic.compiler.verify import whole_model
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.tolerance import Verdict
 from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
-from tensorlogic.program import choosing, regions, stored, whole
-from tensorlogic.program.code import Sites
 from tensorlogic.system import settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,13 +29,13 @@ NOTE = "by an earlier process"
 @pytest.fixture(autouse=True)
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is right counts as faster, however long deciding takes here; Triton's interpreter is no candidate."""
-    begun = regions.Judge.__init__
+    begun = region_tuner.Judge.__init__
 
-    def patient(self: regions.Judge, *given: Any) -> None:
+    def patient(self: region_tuner.Judge, *given: Any) -> None:
         begun(self, *given)
         self.deadline = self.end = math.inf
 
-    monkeypatch.setattr(regions.Judge, "__init__", patient)
+    monkeypatch.setattr(region_tuner.Judge, "__init__", patient)
     plain = Candidate.unfit
     slow = DEVICE == "cpu"
     monkeypatch.setattr(
@@ -41,9 +43,9 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
         "unfit",
         lambda self, key: "slow" if slow and self.id.startswith("triton") else plain(self, key),
     )
-    monkeypatch.setattr(choosing, "MUST_GAIN", 1e9)
-    monkeypatch.setattr(regions, "LEAST_GAIN", 1e9)
-    monkeypatch.setattr(regions, "USUAL_SHARE_S", 0.001)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 1e9)
+    monkeypatch.setattr(region_tuner, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(region_tuner, "USUAL_SHARE_S", 0.001)
     monkeypatch.setattr(timer.Samples, "ratio", lambda self, a, b: (0.5, 0.4, 0.6))
 
 
@@ -159,7 +161,7 @@ def test_training_is_kept_too() -> None:
 
 @torch.no_grad()
 def test_nothing_pays_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "MUST_GAIN", 0.0)
+    monkeypatch.setattr(program_search, "MUST_GAIN", 0.0)
     net = model()
     assert optimized(net, x()) is net
     again = optimized(net, x())
@@ -172,13 +174,13 @@ def test_nothing_pays_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_regions_serve_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized(model(), x())
     timed: list[str] = []
-    plain = regions.Judge._measure
+    plain = region_tuner.Judge._measure
 
-    def counted(self: regions.Judge, region: Any, *rest: Any) -> Any:
+    def counted(self: region_tuner.Judge, region: Any, *rest: Any) -> Any:
         timed.append(region.op)
         return plain(self, region, *rest)
 
-    monkeypatch.setattr(regions.Judge, "_measure", counted)
+    monkeypatch.setattr(region_tuner.Judge, "_measure", counted)
     longer = nn.Sequential(*model(), nn.Linear(48, 40), nn.ReLU()).to(DEVICE).eval()
     fast = optimized(longer, x())
     assert not earlier(fast)
@@ -190,13 +192,13 @@ def test_regions_serve_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_what_is_wrong_here_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized(model(), x())
-    plain, asked = whole.Whole.judge, []
+    plain, asked = whole_model.Whole.judge, []
 
-    def once(self: whole.Whole, program: Any) -> Verdict:
+    def once(self: whole_model.Whole, program: Any) -> Verdict:
         asked.append(program)
         return Verdict("wrong", 9.0) if len(asked) == 1 else plain(self, program)
 
-    monkeypatch.setattr(whole.Whole, "judge", once)
+    monkeypatch.setattr(whole_model.Whole, "judge", once)
     fast = optimized(model(), x())
     assert not earlier(fast)
     assert fast.report.outcome != "original"
@@ -207,10 +209,10 @@ def test_what_is_wrong_here_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 def test_new_sources_and_new_plans_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     optimized(model(), x())
     with monkeypatch.context() as patch:
-        patch.setattr(stored, "planned", lambda text, device: "2031-01-01")
+        patch.setattr(decision_store, "planned", lambda text, device: "2031-01-01")
         assert not earlier(optimized(model(), x()))
     optimized(model(), x())
-    monkeypatch.setattr(stored, "code_version", lambda: "other")
+    monkeypatch.setattr(decision_store, "code_version", lambda: "other")
     assert not earlier(optimized(model(), x()))
 
 
@@ -255,10 +257,12 @@ def test_damaged_files(damage: str, recwarn: pytest.WarningsRecorder) -> None:
 @torch.no_grad()
 def test_two_processes_lose_nothing() -> None:
     optimized(model(), x(32))
-    stale = dict(stored._KNOWN)
+    stale = dict(decision_store._KNOWN)
     optimized(model(), x(34))
-    stored._KNOWN.clear()
-    stored._KNOWN.update({p: dict(r) for p, r in stale.items()})  # one that has read before that
+    decision_store._KNOWN.clear()
+    decision_store._KNOWN.update(
+        {p: dict(r) for p, r in stale.items()}
+    )  # one that has read before that
     tensorlogic.optimize(model(), x(35), budget_s=1.0)
     for rows in (32, 34, 35):
         assert earlier(optimized(model(), x(rows)))
@@ -266,7 +270,7 @@ def test_two_processes_lose_nothing() -> None:
 
 @torch.no_grad()
 def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "MOST", 6)
+    monkeypatch.setattr(decision_store, "MOST", 6)
     optimized(model(), x(32))
     optimized(model(), x(34))
     assert len(json.loads(file().read_text())["plans"]) == 6
@@ -274,10 +278,10 @@ def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decisions_made_under_enable_hold_under_it_alone() -> None:
-    disabled = stored.switches(torch.device("cpu"))
+    disabled = decision_store.switches(torch.device("cpu"))
     tensorlogic.enable()
     try:
-        assert stored.switches(torch.device("cpu")) != disabled
+        assert decision_store.switches(torch.device("cpu")) != disabled
     finally:
         tensorlogic.disable()
-    assert stored.switches(torch.device("cpu")) == disabled
+    assert decision_store.switches(torch.device("cpu")) == disabled

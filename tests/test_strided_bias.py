@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import tensorlogic
+from tensorlogic.compiler.rewrite.rule_set import WAYS
 from tensorlogic.core.op import OPS
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.gelu_linear import gelu_linear
 from tensorlogic.ops.linear import linear
-from tensorlogic.program.patterns import WAYS
 
 from .helpers import by_way
 

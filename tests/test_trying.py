@@ -13,10 +13,11 @@ from torch import nn
 
 from tensorlogic import cli
 from tensorlogic.bench.problems import Problem
+from tensorlogic.compiler.reporting import op_profile as profiling
+from tensorlogic.compiler.reporting import remedies
 from tensorlogic.measure.opportunity import Opportunity
 from tensorlogic.plans import lockfile
-from tensorlogic.trying import advice, assist, look, runs, screen
-from tensorlogic.trying import profile as profiling
+from tensorlogic.trying import assist, look, runs, screen
 
 PROGRAM = """
 import sys, torch
@@ -270,8 +271,8 @@ def test_advice() -> None:
         "operations": 1,
         "curve": [],
     }  # watched calls take longer than those that were timed
-    assert max(o.above_us for o in advice.opportunities(cold, 1e-4)) <= 100
-    found = advice.opportunities(watched, 1.5e-3)
+    assert max(o.above_us for o in remedies.opportunities(cold, 1e-4)) <= 100
+    found = remedies.opportunities(watched, 1.5e-3)
     causes = {o.cause.partition(":")[0]: o for o in found}
     assert causes["launch cost"].priority == "high"
     assert causes["conversion between dtypes or layouts"].above_us == 300
@@ -281,27 +282,31 @@ def test_advice() -> None:
     assert "up to batch 8" in causes["many small requests"].remedy
     assert [o.above_us for o in found] == sorted((o.above_us for o in found), reverse=True)
     watched["curve"], watched["operations"] = [], 10
-    assert "launch cost" not in {o.cause.partition(":")[0] for o in advice.opportunities(watched, 1.5e-3)}  # fmt: skip
+    assert "launch cost" not in {o.cause.partition(":")[0] for o in remedies.opportunities(watched, 1.5e-3)}  # fmt: skip
     product, small = (
         spent("mm", us, calls=n, dtypes=["float32"]) for us, n in ((100, 1), (100, 50))
     )
     watched["spent"] = [product, small]
-    (arithmetic,) = advice.opportunities(watched, 2e-4)
+    (arithmetic,) = remedies.opportunities(watched, 2e-4)
     assert arithmetic.what == "1 products in float32"  # the small ones are launches
     watched["quick_halves"] = False
-    assert not advice.opportunities(watched, 2e-4)
+    assert not remedies.opportunities(watched, 2e-4)
 
 
 def test_what_was_done_stands_apart_with_expected_and_obtained() -> None:
     def some(cause: str, gain: float) -> Opportunity:
         return Opportunity("it", "s", 100.0, gain, cause, "do", "low", (), "high")
 
-    every = [some(advice.PASSES, 1.2), some(f"{advice.LAUNCHES}: much", 3.0), some("transfer", 2.0)]
-    left, done = advice.split(every, True, False)
-    assert [o.cause for o in done] == [advice.PASSES]
+    every = [
+        some(remedies.PASSES, 1.2),
+        some(f"{remedies.LAUNCHES}: much", 3.0),
+        some("transfer", 2.0),
+    ]
+    left, done = remedies.split(every, True, False)
+    assert [o.cause for o in done] == [remedies.PASSES]
     assert len(left) == 2
-    assert len(advice.split(every, True, True)[1]) == 2
-    assert advice.split(every, False, False) == (every, [])
-    text = "\n".join(advice.lines(left, done, (1.5, 1.4, 1.6)))
+    assert len(remedies.split(every, True, True)[1]) == 2
+    assert remedies.split(every, False, False) == (every, [])
+    text = "\n".join(remedies.lines(left, done, (1.5, 1.4, 1.6)))
     assert "expected: extra passes over memory, up to 1.2x; obtained, with all else that was done: 1.50x [1.40, 1.60]" in text  # fmt: skip
-    assert advice.lines([], done) == []
+    assert remedies.lines([], done) == []

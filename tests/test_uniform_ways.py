@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tensorlogic.program.choosing import Plan
-from tensorlogic.program.decisions import Decision
-from tensorlogic.program.report import Row
+from tensorlogic.compiler.program_search import Plan
+from tensorlogic.compiler.reporting.report import Row
+from tensorlogic.compiler.tune.decision import Decision
 
 
 def decision(way: str, before_us: float, **paying: float) -> Decision:

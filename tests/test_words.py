@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tensorlogic
+from tensorlogic.compiler.runtime.program import Program
 from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards.errors import MISS
-from tensorlogic.program.serve import Program
 
 from .support.graphs import CUDA, DEVICE, PythonTape
 

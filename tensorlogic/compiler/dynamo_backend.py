@@ -15,10 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..guards.errors import first_line
 from ..ops.attention.rewrite import RULES as ATTENTION
 from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
-from .gradients import opaque
-from .patterns import PRODUCTS
-from .rewrite import rewrite
-from .trace import writes
+from .rewrite.matcher import rewrite
+from .rewrite.precision_rules import PRODUCTS
+from .trace.graph_facts import writes
+from .verify.gradients import opaque
 
 LOG = logging.getLogger("tensorlogic")
 LEFTOVERS = ("inductor", "eager")

@@ -23,17 +23,19 @@ from ..guards.global_state import plain_modes
 from ..guards.model_guard import Hooks
 from ..measure import timer
 from ..system.thread_output import aside
-from . import check
-from .backend import rewritten
-from .choosing import MUST_GAIN, best, pays_off
-from .contest import settled
-from .copies import fresh, sharing, unwritten
-from .gradients import opaque
-from .later import Later, worthwhile
-from .outcomes import outcome, random_state, widely
-from .report import Report
-from .serve import Program
-from .trace import Trace, counters, prepare, witness
+from .dynamo_backend import rewritten
+from .inductor.background_compile import Later, worthwhile
+from .inductor.comparison import settled
+from .program_search import MUST_GAIN, best, pays_off
+from .reporting.report import Report
+from .runtime.program import Program
+from .trace import graph_facts
+from .trace.exporter import prepare, witness
+from .trace.model_copies import fresh, sharing, unwritten
+from .trace.traced_graph import Trace, counters
+from .verify import equivalence
+from .verify.call_effects import outcome, random_state, widely
+from .verify.gradients import opaque
 
 # at a graph's own calls, before a program is made for it in the next: a first one is no measure
 LOOKS = 2
@@ -319,9 +321,9 @@ def pieces(
         if isinstance(wide, str):
             verdict = Verdict(f"no way to check it ({wide})", 0.0)
         else:
-            verdict = check.compare(ours, plain, wide)
+            verdict = equivalence.compare(ours, plain, wide)
         report.error = verdict.error
-        if not verdict or verdict.error > check.GROWTH:
+        if not verdict or verdict.error > equivalence.GROWTH:
             why = verdict.reason or f"error {verdict.error:.2f} times the original's"
             report.reason = f"the model in pieces is not right: {why}"
             return None
@@ -348,7 +350,7 @@ def _faster(
     def call(model: Callable[..., Any]) -> Callable[[], Any]:
         def run() -> Any:
             a, k = fresh(args, kwargs) if changing else given
-            return check.step(model(*a, **k), made.training, wrt)
+            return graph_facts.step(model(*a, **k), made.training, wrt)
 
         return run
 

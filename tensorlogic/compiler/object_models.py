@@ -12,17 +12,20 @@ from ..cuda_graphs.captured_graph import FAILURES
 from ..guards.errors import MISS, Untraceable
 from ..guards.finite_branches import Foretold
 from ..guards.global_state import plain_modes
-from . import check, recall
-from .choosing import best
-from .copies import fresh, sharing, unwritten
-from .forms import Form
-from .later import Later
-from .objects import Flat, Objects
-from .probe import Habits
-from .report import Report
-from .serve import Program, mutates
-from .trace import Trace, random_call, witness
-from .whole import expected_inputs
+from . import trace_cache
+from .inductor.background_compile import Later
+from .program_search import best
+from .reporting.report import Report
+from .runtime.call_signature import Form
+from .runtime.program import Program
+from .trace.exporter import witness
+from .trace.graph_facts import mutates, random_call
+from .trace.model_copies import fresh, sharing, unwritten
+from .trace.object_flattening import Flat, Objects
+from .trace.side_effects import Habits
+from .trace.traced_graph import Trace
+from .verify import equivalence
+from .verify.whole_model import expected_inputs
 
 
 def traced(
@@ -41,7 +44,7 @@ def traced(
     if found is None:
         raise Untraceable("the arguments are not what a copy of them is")
     tensors = tuple(found[0])
-    trace = recall.traced(Flat(clone, objects), Flat(model, objects), tensors, {})
+    trace = trace_cache.traced(Flat(clone, objects), Flat(model, objects), tensors, {})
     if any(after != objects.after for after in objects.seen):
         raise Untraceable("while it is traced, the model leaves other objects")
     nodes = [n for n in trace.graph.nodes if n.op in ("call_function", "get_attr")]
@@ -53,7 +56,7 @@ def traced(
     if not draws:
         ours = _run(trace, nodes)
         held = not objects.answers or bool(ours.pop())
-        if not held or not check.alike(ours, objects.tensors):
+        if not held or not equivalence.alike(ours, objects.tensors):
             raise Untraceable("the graph's outputs are not the model's")
     objects.tensors, trace.objects = [], objects
     return trace
@@ -76,7 +79,7 @@ def _run(trace: Trace, nodes: list[fx.Node]) -> list[Tensor]:
     """The inputs after a run of the graph, and its outputs."""
     values = expected_inputs(trace)
     with torch.no_grad():
-        check.evaluate(nodes, values, trace.owner)
+        equivalence.evaluate(nodes, values, trace.owner)
     made: Any = fx.map_arg(trace.graph.output_node().args[0], lambda n: values[n.name])
     return [*(values[n] for n in trace.inputs), *made]
 

@@ -25,19 +25,21 @@ from ..guards.python_globals import MIXINS
 from ..guards.tensor_tree import tensors_in, unhooked
 from ..system import compile_pool, process, settings
 from ..system.heap_trim import give_back
-from . import apart, gradients, recall
-from .advising import advise, watched
-from .apart import Apart
-from .choosing import best
-from .copies import fresh, sharing, undisturbed, unsearched, unwritten
-from .later import Later, worthwhile
-from .pieces import Pieces, pieces
-from .precisely import Kept, precisely
-from .probe import probe, takes_itself
-from .regions import FAILURES
-from .report import Report
-from .serve import Program
-from .trace import constants, witness
+from . import object_models, trace_cache
+from .graph_breaks import Pieces, pieces
+from .inductor.background_compile import Later, worthwhile
+from .object_models import Apart
+from .program_search import best
+from .reporting.advise import advise, watched
+from .reporting.report import Report
+from .rewrite.precision_pass import Kept, precisely
+from .runtime.program import Program
+from .trace.exporter import witness
+from .trace.graph_facts import constants
+from .trace.model_copies import fresh, sharing, undisturbed, unsearched, unwritten
+from .trace.side_effects import probe, takes_itself
+from .tune.region_tuner import FAILURES
+from .verify import gradients as verify_gradients
 
 # seconds for measuring where the caller gives no other budget
 BUDGET_S = 2.0
@@ -360,17 +362,17 @@ def _program(
             if habits.prints:
                 raise Untraceable("the model prints when it is called")
             fits = not training and asked is None
-            foretold = fits and apart.foretell(model, habits, args, kwargs)
+            foretold = fits and object_models.foretell(model, habits, args, kwargs)
             if not (habits.unlike or foretold):
                 hooked = any(vars(model).get(name) for name in HOOKS)  # which run around a graph
                 theirs = None if training or hooked else habits.outs
-                traced = recall.traced(clone, model, args, kwargs, theirs)
+                traced = trace_cache.traced(clone, model, args, kwargs, theirs)
             elif not fits or habits.objects is None:
                 raise Untraceable(habits.unlike)
             else:
-                traced = apart.traced(clone, model, habits.objects, args, kwargs)
+                traced = object_models.traced(clone, model, habits.objects, args, kwargs)
             if training:
-                gradients.same(traced, model, args, kwargs)
+                verify_gradients.same(traced, model, args, kwargs)
             traced.asked = answered(habits.asked, clone, traced.example)
         except Untraceable as problem:
             if asked is not None:

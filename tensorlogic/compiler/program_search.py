@@ -20,23 +20,26 @@ from ..guards import tensor_tree
 from ..guards.errors import MISS, Untraceable
 from ..measure import timer
 from ..system import compile_pool, settings
-from . import check, inductor, leftovers
-from . import spread as spreading
-from .contest import OP as CONTEST
-from .contest import Contest, called, isolated, settled
-from .contest import program as compiled
-from .decisions import Decision
-from .fragments import emit_way, full, ways_of
-from .inductor import Unable
-from .patterns import RULES
-from .regions import HEATS, Judge
-from .report import Report, Row
-from .rewrite import Region, again, rewrite
-from .serve import Program, device_of, mutates
-from .stored import Choice, Stored, merged
-from .trace import Trace, counts, writes
-from .whole import Whole, confirmed, expected_inputs
-from .widen import pays, widened
+from .inductor import compile_process, partition
+from .inductor.comparison import OP as CONTEST
+from .inductor.comparison import Contest, called, isolated, settled
+from .inductor.comparison import program as compiled
+from .inductor.compile_process import Unable
+from .reporting.report import Report, Row
+from .rewrite.matcher import Region, again, rewrite
+from .rewrite.rule_set import RULES
+from .rewrite.widen_pass import pays, widened
+from .runtime.program import Program
+from .trace import graph_facts
+from .trace.graph_facts import counts, device_of, mutates, writes
+from .trace.traced_graph import Trace
+from .tune import stream_parallelism as tune_stream_parallelism
+from .tune.decision import Decision
+from .tune.decision_store import Choice, Stored, merged
+from .tune.region_graph import emit_way, full, ways_of
+from .tune.region_tuner import HEATS, Judge
+from .verify import equivalence
+from .verify.whole_model import Whole, confirmed, expected_inputs
 
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
@@ -74,7 +77,7 @@ def best(
         return None
     expected = confirmed(traced, training)
     source = widened(traced) if not training and pays(traced, device) else traced
-    path = inductor.place(stored.artifact)
+    path = compile_process.place(stored.artifact)
     if choice is not None:
         if choice.outcome == "compiled":
             program = _loaded(choice, traced, model, expected, path, report)
@@ -96,7 +99,7 @@ def best(
         base, plan = _found(source, judge, expected, model, before, budget_s, report, given)
         found = base if report.outcome != "original" else None
         if found is not None:
-            spreading.spread(found, report)
+            tune_stream_parallelism.spread(found, report)
         contest = Contest(traced, found, base, before, model, training, path, report, given)
         if until:
             rival = contest.within(until, expected)
@@ -138,10 +141,10 @@ def _again(
     program.function.sites.hurried |= set(choice.hurried)
     if choice.left_over:
         try:
-            program = leftovers.again(program, choice.left_over, path)
+            program = partition.again(program, choice.left_over, path)
         except Unable:
             return None
-    spreading.again(program, choice.sections)
+    tune_stream_parallelism.again(program, choice.sections)
     return _stands(program, choice, expected, report)
 
 
@@ -150,7 +153,7 @@ def _loaded(
 ) -> Program | None:
     """What Inductor has compiled for an earlier process, if it is right with today's weights and inputs."""
     try:
-        program = compiled(traced, inductor.load(path), expected.training, model)
+        program = compiled(traced, compile_process.load(path), expected.training, model)
     except Unable:
         return None
     return _stands(program, choice, expected, report)
@@ -158,7 +161,7 @@ def _loaded(
 
 def _stands(program: Program, choice: Choice, expected: Whole, report: Report) -> Program | None:
     verdict = expected.judge(program)
-    if not verdict or verdict.error > check.GROWTH:
+    if not verdict or verdict.error > equivalence.GROWTH:
         return None
     program.capture()
     if (program.replay is not None) != choice.captured:
@@ -225,7 +228,7 @@ def _right(
     program.ways = {root: d.way for root, d in variant.items()}
     with compile_pool.hurried():  # what was measured is there
         verdict = expected.judge(program)
-    return (program if verdict and verdict.error <= check.GROWTH else None), verdict
+    return (program if verdict and verdict.error <= equivalence.GROWTH else None), verdict
 
 
 class Plan:
@@ -383,7 +386,7 @@ def _timed(
     with isolated(programs, given) as again:
 
         def call(model: Any) -> Callable[[], Any]:
-            return lambda: check.step(called(model, again()), training, wrt)
+            return lambda: graph_facts.step(called(model, again()), training, wrt)
 
         calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
         for program in programs:

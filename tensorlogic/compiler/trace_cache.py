@@ -24,13 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core import policy as core_policy
 from ..system import atomic_file, settings
-from . import check
-from .code import last_uses
-from .copies import fresh, sharing
-from .packed import Unpackable, packed, unpacked
-from .serve import mutates
-from .stored import code_version, switches
-from .trace import Trace, counters, prepare, trace, witness
+from .trace.exporter import prepare, trace, witness
+from .trace.graph_facts import last_uses, mutates
+from .trace.model_copies import fresh, sharing
+from .trace.serialization import Unpackable, packed, unpacked
+from .trace.traced_graph import Trace, counters
+from .tune.decision_store import code_version, switches
+from .verify import equivalence
 
 LOG = logging.getLogger("tensorlogic")
 MOST = 64  # graphs that are kept; the oldest go
@@ -186,7 +186,7 @@ def _same(
     calls = [n for n in graph.nodes if n.op == "call_function"]
     outputs = graph.output_node().args[0]
     with ours:
-        check.evaluate(calls, env, None, last=last_uses(calls, outputs))
+        equivalence.evaluate(calls, env, None, last=last_uses(calls, outputs))
         mine = pytree.tree_leaves(fx.map_arg(outputs, lambda n: env[n.name]))
     same = ours.lines == theirs.lines and list(map(ours.of, mine)) == list(map(theirs.of, leaves))
     return out_spec if same else None

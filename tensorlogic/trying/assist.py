@@ -119,7 +119,7 @@ class Help:
         self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module:
         """The module made faster, or itself; measured on copies, so that the program's own state stays."""
-        from ..program.optimizing import optimize
+        from ..compiler.optimize import optimize
 
         begin = time.perf_counter()
         self.patch.__exit__()

@@ -24,6 +24,7 @@ import torch
 
 from ..autotune import tune
 from ..autotune.tune import Learned
+from ..compiler.reporting.op_profile import Profile, device, summed
 from ..core import policy
 from ..core.candidate import EAGER
 from ..measure import timer
@@ -32,7 +33,6 @@ from ..plans.lockfile import export_lockfile
 from ..system import settings
 from .assist import Help
 from .look import Modules, Outside
-from .profile import Profile, device, summed
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 25  # of a function that is called with and without help in turn
 CURVE = (1, 2, 4, 8, 16, 32)  # batch sizes

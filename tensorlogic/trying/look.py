@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..compiler.reporting.op_profile import dtype_name
 from .assist import Outermost, Run, signature
-from .profile import dtype_name
 
 CHANGES = {  # audit events -> what a person calls them
     "socket.connect": "connects to",

@@ -200,16 +200,16 @@ def _trial(runner: Runner, tick: Tick) -> Trial:
         trial.interrupted = True
         if trial.gain is None:
             raise
-    from . import advice
+    from ..compiler.reporting import remedies
 
     seconds = min(trial.plain, default=trial.look["seconds"])
-    trial.opportunities = advice.opportunities(trial.look, seconds)
+    trial.opportunities = remedies.opportunities(trial.look, seconds)
     return trial
 
 
 def _slow_halves(look: dict[str, Any]) -> bool:
     """Whether half-precision products on a CPU take part of the time."""
-    from .advice import HALVES
+    from ..compiler.reporting.remedies import HALVES
 
     if look["environment"]["kind"] != "cpu":
         return False

@@ -10,9 +10,9 @@ from typing import Any
 from ..bench.problems import Problem
 from ..bench.results import write_text
 from ..bench.tables import aligned
+from ..compiler.reporting import remedies
 from ..measure.opportunity import time_text
 from ..system.hardware import title
-from . import advice
 from .runs import Trial
 
 FORMAT, SCHEMA = "tensorlogic try", 1
@@ -139,8 +139,8 @@ def _time(trial: Trial) -> Iterator[str]:
 def _opportunities(trial: Trial) -> Iterator[str]:
     outcomes = [h["outcome"] for h in trial.tuned.get("helped", ())]
     optimized = any(o != "original" for o in outcomes)
-    parts = advice.split(trial.opportunities, optimized, "captured" in outcomes)
-    yield from advice.lines(*parts, trial.main)
+    parts = remedies.split(trial.opportunities, optimized, "captured" in outcomes)
+    yield from remedies.lines(*parts, trial.main)
 
 
 def record(trial: Trial) -> dict[str, Any]:

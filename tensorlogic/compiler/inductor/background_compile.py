@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import policy, weight_cache
-from ..guards.errors import first_line
-from ..guards.global_state import plain_modes
-from ..plans import open_stores
-from ..system import capture_state, idle_resources, settings
-from ..system.compile_workers import NICENESS
-from . import inductor
-from .contest import Contest
-from .copies import undisturbed
-from .report import Report
-from .serve import Program
-from .whole import Whole
+from ...core import policy, weight_cache
+from ...guards.errors import first_line
+from ...guards.global_state import plain_modes
+from ...plans import open_stores
+from ...system import capture_state, idle_resources, settings
+from ...system.compile_workers import NICENESS
+from ..reporting.report import Report
+from ..runtime.program import Program
+from ..trace.model_copies import undisturbed
+from ..verify.whole_model import Whole
+from . import compile_process
+from .comparison import Contest
 
 LOG = logging.getLogger("tensorlogic")
 EARNED_S = 20.0  # of work before processes are started for it
@@ -54,7 +54,7 @@ def worthwhile(contest: Contest | None) -> bool:
         and settings.inductor()
         and policy.current().tune == "auto"
         and not open_stores.distributed()
-        and inductor.unfit(contest.trace) is None
+        and compile_process.unfit(contest.trace) is None
     )
 
 
@@ -70,7 +70,7 @@ class Later:
         self.calls, self.look_at = 0, int(min(SOON_S, EARNED_S) / self.each_s)
         self.begun = False
         self.spent_s = self.last_s = 0.0  # on beginning and comparing; on the last comparison
-        self.jobs: list[inductor.Compiling] = []  # not compared yet
+        self.jobs: list[compile_process.Compiling] = []  # not compared yet
         self.lock = threading.Lock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -144,14 +144,14 @@ class Later:
         with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
             jobs = contest.begin(NICENESS)
         for job in jobs:
-            weakref.finalize(self, inductor.Compiling.stop, job)
+            weakref.finalize(self, compile_process.Compiling.stop, job)
         self.jobs, self.begun = sorted(jobs, key=contest.entire), True
         _BEGUN.add(self)
         contest.share_s = TIMED_S
         threading.Thread(target=_imported, daemon=True).start()
         self.spent_s += time.perf_counter() - begin
 
-    def _compare(self, job: inductor.Compiling) -> None:
+    def _compare(self, job: compile_process.Compiling) -> None:
         contest, begin = self.contest, time.perf_counter()
         training = contest.training
         with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):

@@ -15,16 +15,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..guards.errors import MISS
-from ..guards.tensor_tree import storage
-from ..measure import timer
-from . import check, inductor, leftovers
-from . import spread as spreading
-from .inductor import Compiled, Unable
-from .report import Report, Row
-from .serve import Program, mutates
-from .trace import Trace, written
-from .whole import Whole, apart
+from ...guards.errors import MISS
+from ...guards.tensor_tree import storage
+from ...measure import timer
+from ..reporting.report import Report, Row
+from ..runtime.program import Program
+from ..trace import graph_facts
+from ..trace.compiled_call import Compiled
+from ..trace.graph_facts import mutates, written
+from ..trace.traced_graph import Trace
+from ..tune import stream_parallelism as tune_stream_parallelism
+from ..verify import equivalence
+from ..verify.whole_model import Whole, apart
+from . import compile_process, partition
+from .compile_process import Unable
 
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"
 GAIN = 0.98  # of the time of what it would replace that it may take
@@ -117,26 +121,26 @@ class Contest:
     share_s: float = 0.4  # for timing
     asked: set[str] = field(default_factory=set)  # kinds of runs that are being compiled
 
-    def begin(self, niceness: int = 0) -> list[inductor.Compiling]:
+    def begin(self, niceness: int = 0) -> list[compile_process.Compiling]:
         """Start compiling: the whole model, and what is left over. Raises Unable or OSError where that cannot be."""
-        if (reason := inductor.unfit(self.trace)) is not None:
+        if (reason := compile_process.unfit(self.trace)) is not None:
             raise Unable(reason)
-        whole = inductor.whole(self.trace, self.artifact)
+        whole = compile_process.whole(self.trace, self.artifact)
         orders = [[whole]]
         if self.base is not None:
             us = self.report.after_us or self.report.before_us or 0.0
-            kinds = leftovers.worthwhile(self.base, self.artifact, us)
+            kinds = partition.worthwhile(self.base, self.artifact, us)
             self.asked = {k.name for k in kinds}
             orders += [[k.order() for k in kinds]] * bool(kinds)
-        return [inductor.Compiling(each, self.training, niceness) for each in orders]
+        return [compile_process.Compiling(each, self.training, niceness) for each in orders]
 
     def within(self, until: float, expected: Whole) -> Program | None:
         """Inductor's program if it is ready by `until` (of `time.perf_counter`), right and faster; a row of the report
         says what happened."""
-        jobs: list[inductor.Compiling] = []
+        jobs: list[compile_process.Compiling] = []
         try:
             left = until - time.perf_counter()
-            if left < LEAST_S and inductor.unfit(self.trace) is None:
+            if left < LEAST_S and compile_process.unfit(self.trace) is None:
                 raise Unable(f"not compiled: {max(0.0, left):.1f} s of budget_s were left")
             jobs = self.begin()
             for job in jobs:
@@ -150,7 +154,7 @@ class Contest:
                 job.stop()
         return self.decided(jobs, expected)
 
-    def decided(self, jobs: Sequence[inductor.Compiling], expected: Whole) -> Program | None:
+    def decided(self, jobs: Sequence[compile_process.Compiling], expected: Whole) -> Program | None:
         """The fastest of Inductor's programs that is right and faster than what there is; rows say what happened."""
         found = None
         for job in sorted(jobs, key=self.entire):
@@ -158,22 +162,22 @@ class Contest:
             found = found if won is None else won
         return found
 
-    def compared(self, job: inductor.Compiling, expected: Whole) -> Program | None:
+    def compared(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
         """The program with what one job has made, if it is right and faster than what there is."""
         return (self._whole if self.entire(job) else self._left_over)(job, expected)
 
-    def entire(self, job: inductor.Compiling) -> bool:
+    def entire(self, job: compile_process.Compiling) -> bool:
         """Whether a job is the whole model's, not that of what is left over."""
         return job.orders[0].artifact == self.artifact
 
-    def _whole(self, job: inductor.Compiling, expected: Whole) -> Program | None:
+    def _whole(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
         row, report = Row(EVERYTHING, OP, NAME), self.report
         won = None
         try:
             rival = program(self.trace, job.made(self.artifact), self.training, self.model)
             verdict = expected.judge(rival)
             row.error = verdict.error if verdict else None
-            if not verdict or verdict.error > check.GROWTH:
+            if not verdict or verdict.error > equivalence.GROWTH:
                 raise Unable(verdict.reason or f"error {verdict.error:.2f} times the original's")
             won = rival if self._faster(rival, row, verdict.error, "compiled") else None
         except (Unable, OSError) as problem:
@@ -187,28 +191,28 @@ class Contest:
             report.rows = [*report.rows, row]
         return won
 
-    def _left_over(self, job: inductor.Compiling, expected: Whole) -> Program | None:
+    def _left_over(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
         """The base with those of its runs by Inductor that are right and faster there; those that are not go one by one."""
         base, report = self.base, self.report
         assert base is not None
-        kinds = [k for k in leftovers.kinds(base, self.artifact) if k.name in self.asked]
+        kinds = [k for k in partition.kinds(base, self.artifact) if k.name in self.asked]
         for kind in kinds:
-            leftovers.judge(kind, base, job.made)
+            partition.judge(kind, base, job.made)
         report.rows = [*report.rows, *(k.row for k in kinds)]
         while chosen := [k for k in kinds if not k.row.refused]:
-            rival = leftovers.woven(base, chosen)
+            rival = partition.woven(base, chosen)
             verdict = expected.judge(rival)
-            if verdict and verdict.error <= check.GROWTH:
+            if verdict and verdict.error <= equivalence.GROWTH:
                 break
             worst = max(chosen, key=lambda k: k.row.error or 0.0)
             why = verdict.reason or f"error {verdict.error:.2f} times the original's"
             worst.row.refused = f"the whole model's error grew: {why}"
         if not chosen:
             return None
-        whole = Row(EVERYTHING, leftovers.OP, NAME)
+        whole = Row(EVERYTHING, partition.OP, NAME)
         try:
             if self._faster(rival, whole, verdict.error, ""):
-                spreading.spread(rival, Report())
+                tune_stream_parallelism.spread(rival, Report())
                 return rival
         except Unable as problem:
             whole.refused = str(problem)
@@ -242,7 +246,7 @@ class Contest:
                     each.capture()
 
             def call(model: Callable[..., Any]) -> Callable[[], Any]:
-                return lambda: check.step(called(model, again()), self.training, wrt)
+                return lambda: graph_facts.step(called(model, again()), self.training, wrt)
 
             if rival(*again()) is MISS:
                 raise Unable("the program does not fit its own example inputs")

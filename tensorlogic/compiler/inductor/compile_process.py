@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..guards.errors import first_line
-from ..system import settings
-from ..system.compile_workers import give_way
-from .trace import Trace, random_call
+from ...guards.errors import first_line
+from ...system import settings
+from ...system.compile_workers import give_way
+from ..trace.compiled_call import Look
+from ..trace.graph_facts import random_call
+from ..trace.traced_graph import Trace
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 EAGERLY = "force_non_lazy_backward_lowering"  # which PyTorch before 2.13 does not set by itself
@@ -95,35 +97,6 @@ class Job:
         os.replace(f"{artifact}.part", artifact)
 
 
-@dataclass(frozen=True)
-class Look:
-    """A tensor without its contents."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
-
-    @staticmethod
-    def at(value: Any) -> Any:
-        """Of a tensor, how it looks; anything else as it is."""
-        if not isinstance(value, Tensor):
-            return value
-        return Look(
-            tuple(value.shape),
-            tuple(value.stride()),
-            value.dtype,
-            str(value.device),
-            value.requires_grad,
-        )
-
-    def tensor(self) -> Tensor:
-        """One that looks like this."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return made.requires_grad_(self.requires_grad)
-
-
 def unfit(trace: Trace) -> str | None:
     """Why a graph is not given to Inductor; None where it may be."""
     for node in trace.graph.nodes:
@@ -135,25 +108,6 @@ def unfit(trace: Trace) -> str | None:
     if any(isinstance(v, Tensor) and v.layout != torch.strided for v in values):
         return "tensors that are not strided"
     return None
-
-
-class Compiled:
-    """What Inductor has made of a graph, as one call of it."""
-
-    __name__ = "inductor"
-
-    def __init__(self, function: Callable[..., Any], mutates: bool) -> None:
-        self.function, self.mutates = function, mutates
-
-    def __call__(self, *given: Any) -> Any:
-        """All outputs, one after the other. Raises RuntimeError where what was compiled refuses its inputs."""
-        try:
-            return self.function(*given)
-        except AssertionError as problem:  # by which it says that a tensor lies otherwise
-            raise RuntimeError(f"compiled by Inductor: {first_line(problem)}") from problem
-
-    def __str__(self) -> str:
-        return self.__name__
 
 
 def whole(trace: Trace, artifact: Path) -> Order:

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core.rewrite_rule import example
-from ..guards.errors import first_line
-from ..measure import timer
-from . import check, inductor
-from .branches import _kernels
-from .code import Function
-from .inductor import Compiled, Look, Order, Unable
-from .patterns import LIGHT
-from .precisely import OTHERS, PRODUCTS
-from .regions import FAILURES, LEAST_GAIN, Expected, raced, stepping
-from .report import Row
-from .serve import Program
-from .trace import random_call, writes
+from ...core.rewrite_rule import example
+from ...guards.errors import first_line
+from ...measure import timer
+from ..reporting.report import Row
+from ..rewrite.precision_pass import OTHERS, PRODUCTS
+from ..rewrite.rule_set import LIGHT
+from ..runtime.codegen import Function
+from ..runtime.program import Program
+from ..trace.compiled_call import Compiled, Look
+from ..trace.graph_facts import _kernels, random_call, writes
+from ..tune.region_tuner import FAILURES, LEAST_GAIN, Expected, raced, stepping
+from ..verify import equivalence
+from . import compile_process
+from .compile_process import Order, Unable
 
 OP, NAME = "left over", "torch.inductor"
 # kinds of runs that are compiled, those that take the longest first
@@ -284,7 +285,7 @@ def judge(kind: Kind, program: Program, compiled: Callable[[Path], Any]) -> None
         outputs = [run.names[o] for o in run.outputs]
         expected = Expected(run.calls, names, outputs, kind.values, program.trace.owner)
         given = list(made(*kind.values))
-        verdict = check.compare(given, expected.plain, expected.wide)
+        verdict = equivalence.compare(given, expected.plain, expected.wide)
         row.error = verdict.error if verdict else None
         if not verdict:
             raise Unable(verdict.reason or "")
@@ -359,5 +360,5 @@ def again(program: Program, names: Sequence[str], artifact: Path) -> Program:
     if {k.name for k in chosen} != set(names):
         raise Unable("the runs are others by now")
     for kind in chosen:
-        kind.made = Compiled(inductor.load(kind.artifact), False)
+        kind.made = Compiled(compile_process.load(kind.artifact), False)
     return woven(program, chosen)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .copies import fresh, sharing
+from ..trace.model_copies import fresh, sharing
 
 if TYPE_CHECKING:
     from .report import Report
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Where the time of a call goes, op by op, with what a launch and fresh memory cost here; a copy of the model is called."""
-    from ..trying.profile import Profile, summed
+    from .op_profile import Profile, summed
 
     twin = sharing(model, buffers=False)
     given = fresh(args, kwargs)
@@ -26,17 +26,17 @@ def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def advise(report: Report) -> None:
     """Fill the report's `opportunities` and what it says of them, from what was watched and what came of it."""
-    from ..trying import advice
+    from . import remedies
 
     look = report.watched
     if look is None:
         return
     seen_us = 1e6 * sum(s["seconds"] for s in look["spent"])
     whole_us = seen_us if report.before_us is None else report.before_us
-    every = advice.opportunities(look, whole_us / 1e6)
-    left, done = advice.split(every, True, report.outcome == "captured")  # rewriting was tried
+    every = remedies.opportunities(look, whole_us / 1e6)
+    left, done = remedies.split(every, True, report.outcome == "captured")  # rewriting was tried
     obtained = None
     if report.ratio is not None and report.outcome != "original":
         obtained = (1 / report.ratio[0], 1 / report.ratio[2], 1 / report.ratio[1])
     report.opportunities = left
-    report.advice = advice.lines(left, done, obtained)
+    report.advice = remedies.lines(left, done, obtained)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..measure import timer
-from ..plans.environment import environment
-from .advice import LARGE
+from ...measure import timer
+from ...plans.environment import environment
+from .remedies import LARGE
 
 MOST = 200  # entries that are kept
 

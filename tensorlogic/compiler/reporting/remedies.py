@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity, time_text
+from ...measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity, time_text
 
 ELEMENTWISE = frozenset(
     f"aten::{n}{s}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..measure.opportunity import Opportunity
+    from ...measure.opportunity import Opportunity
 
 
 @dataclass

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from ..core.rewrite_rule import Call, Composite, Match, OneOf, Rule, Var, example
-from .trace import counts, writes
+from ...core.rewrite_rule import Call, Composite, Match, OneOf, Rule, Var, example
+from ..trace.graph_facts import counts, writes
 
 MISSING = object()
 

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.numeric_mode import Precision
-from ..core.precision_policy import under
-from ..guards.errors import MISS, Untraceable
-from ..measure import timer
-from ..ops.linear import linear
-from ..ops.matmul import matmul
-from .report import Report, Row
-from .serve import Program
-from .trace import Trace
-from .whole import confirmed
+from ...core.numeric_mode import Precision
+from ...core.precision_policy import under
+from ...guards.errors import MISS, Untraceable
+from ...measure import timer
+from ...ops.linear import linear
+from ...ops.matmul import matmul
+from ..reporting.report import Report, Row
+from ..runtime.program import Program
+from ..trace.traced_graph import Trace
+from ..verify.whole_model import confirmed
 
 aten: Any = torch.ops.aten
 

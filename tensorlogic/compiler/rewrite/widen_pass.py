@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core.rewrite_rule import example
-from ..kernels.cpu import cost_model
-from .trace import Trace, writes
+from ...core.rewrite_rule import example
+from ...kernels.cpu import cost_model
+from ..trace.graph_facts import writes
+from ..trace.traced_graph import Trace
 
 HALF = torch.float16
 

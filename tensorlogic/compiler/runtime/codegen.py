@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ..core import policy as core_policy
-from ..core.rewrite_rule import Composite
-from ..dispatch import bound_call, decision, dispatcher
-from ..system import compile_pool
-from .branches import Section, Step, ordered
+from ...core import policy as core_policy
+from ...core.rewrite_rule import Composite
+from ...dispatch import bound_call, decision, dispatcher
+from ...system import compile_pool
+from ..trace.graph_facts import last_uses
+from .parallel_branches import Section, Step, ordered
 
 aten = torch.ops.aten
 # kinds of calls by what wants gradients, whose ops stay bound beside the first's
@@ -282,21 +283,6 @@ class Function:
 
 def _name(name: str) -> str:
     return f"v_{name}"
-
-
-def last_uses(nodes: Sequence[fx.Node], outputs: Any) -> dict[str, list[str]]:
-    """call -> the values that nobody reads after it."""
-    kept: set[str] = set()
-    fx.map_arg(outputs, lambda n: kept.add(n.name))
-    last: dict[str, str] = {}
-    for node in nodes:
-        for used in (*node.all_input_nodes, node):
-            last[used.name] = node.name
-    found: dict[str, list[str]] = {}
-    for value, at in last.items():
-        if value not in kept:
-            found.setdefault(at, []).append(value)
-    return found
 
 
 def ahead(

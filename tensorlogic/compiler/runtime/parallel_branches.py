@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..core.rewrite_rule import example
-from .trace import random_call, writes
+from ...core.rewrite_rule import example
+from ..trace.graph_facts import _kernels, random_call, writes
 
 # streams that one section is spread over, the caller's own included
 LANES = 4
@@ -55,14 +54,6 @@ def _moves(node: fx.Node) -> bool:
     """True for calls that only compute: where they run among others that they do not need is the same."""
     plain = node.op == "call_function" and not writes(node) and not random_call(node)
     return plain and not getattr(node.target, "mutates", False)
-
-
-def _kernels(node: fx.Node) -> int:
-    """0 for what only looks at memory in another way."""
-    if node.target is operator.getitem:
-        return 0
-    schema = getattr(node.target, "_schema", None)
-    return 0 if schema is not None and any(r.alias_info for r in schema.returns) else 1
 
 
 class _Groups:

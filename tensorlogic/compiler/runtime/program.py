@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..core import policy, weight_cache
-from ..cuda_graphs.capture_streams import warm
-from ..cuda_graphs.captured_graph import FAILURES, Tape, cause, heal
-from ..cuda_graphs.fast_replay import Way, short
-from ..cuda_graphs.keyword_calls import Words, leaves
-from ..cuda_graphs.replay import GradientReplay, Replay
-from ..guards.errors import MISS
-from ..guards.global_state import autocast, plain_modes, precisions
-from ..guards.model_guard import Guard, Kept, Watch, still
-from ..guards.tensor_tree import storage
-from ..guards.weight_fingerprint import Samples
-from ..system import process
-from .branches import Section, streams
-from .check import step
-from .code import Function, ahead
-from .forms import Form
-from .inductor import Compiled
-from .trace import Trace, norm, random_call, writes
+from ...core import policy, weight_cache
+from ...cuda_graphs.capture_streams import warm
+from ...cuda_graphs.captured_graph import FAILURES, Tape, cause, heal
+from ...cuda_graphs.fast_replay import Way, short
+from ...cuda_graphs.keyword_calls import Words, leaves
+from ...cuda_graphs.replay import GradientReplay, Replay
+from ...guards.errors import MISS
+from ...guards.global_state import autocast, plain_modes, precisions
+from ...guards.model_guard import Guard, Kept, Watch, still
+from ...guards.tensor_tree import storage
+from ...guards.weight_fingerprint import Samples
+from ...system import process
+from ..trace.compiled_call import Compiled
+from ..trace.graph_facts import device_of, mutates, random_call, step
+from ..trace.traced_graph import Trace
+from .call_signature import Form
+from .codegen import Function, ahead
+from .parallel_branches import Section, streams
 
 VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 # calls in a row that met a changed model until looks at it grow rare
@@ -447,24 +447,3 @@ def shared_outputs(graph: fx.Graph) -> bool:
     places = [storage(n) for n in graph.output_node().all_input_nodes]
     known = [p for p in places if p is not None]
     return len({*known}) < len(known)
-
-
-def device_of(trace: Trace) -> torch.device:
-    """Where the model computes."""
-    tensors = [t for _, t in trace.state.values()] + [
-        v for v in trace.example if isinstance(v, Tensor)
-    ]
-    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-
-
-def mutates(graph: fx.Graph) -> bool:
-    """True where a run changes buffers or inputs."""
-    return any(
-        n.op == "call_function"
-        and (
-            writes(n)
-            or getattr(n.target, "mutates", False)
-            or (norm(n) and bool(n.args[5:6] == (True,)))
-        )
-        for n in graph.nodes
-    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..guards.plain_values import plain, plain_object
+from ...guards.plain_values import plain, plain_object
 
 
 def holders(values: Any) -> list[Any]:

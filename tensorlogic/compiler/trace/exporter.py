@@ -8,49 +8,23 @@ import logging
 import operator
 import warnings
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..core.rewrite_rule import example
-from ..cuda_graphs.host_rng import NUMPY, PYTHON, same
-from ..guards.errors import Untraceable, first_line
-from ..guards.model_guard import HOOKS
-from ..guards.model_state import identities
-from ..guards.tensor_tree import storage
-from ..system.thread_output import aside
-
-if TYPE_CHECKING:
-    from ..guards.global_state import Asked
-    from .objects import Objects
-
+from ...cuda_graphs.host_rng import NUMPY, PYTHON, same
+from ...guards.errors import Untraceable, first_line
+from ...guards.model_guard import HOOKS
+from ...guards.model_state import identities
+from ...system.thread_output import aside
+from .graph_facts import constants, counts, functional, own_outputs, statistics, writes
+from .traced_graph import Trace, counters
 
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
-
-
-@dataclass
-class Trace:
-    """A graph whose placeholders are parameters, buffers and constants by their names in the model, then user inputs."""
-
-    graph: fx.Graph
-    owner: nn.Module  # holds the subgraphs of higher-order calls
-    state: dict[str, tuple[str, Tensor]]  # placeholder -> (name in the model or "", tensor)
-    # placeholders of user inputs, in the order of the flattened arguments
-    inputs: list[str]
-    in_spec: Any
-    out_spec: Any
-    example: list[Any] = field(default_factory=list)  # flattened example arguments
-    counters: Mapping[str, Tensor] = field(default_factory=dict)  # of batches, by `counters`
-    exported: Any = None  # what torch.export gave
-    objects: Objects | None = None  # that calls have around the inputs
-    # what the model's code asks PyTorch about the state around it
-    asked: Asked | None = None
-    # what the model itself gave, where nothing was compared yet
-    theirs: Sequence[Tensor] | None = None
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
@@ -115,28 +89,6 @@ def _read(
 def _may_learn(value: Any) -> bool:
     """Whether a later call's input may record gradients, as a parameter that is frozen now may."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def counters(
-    state: Mapping[str, tuple[str, Tensor]], live: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """placeholder -> the count of batches of the module that it belongs to, among the model's buffers `live`.
-
-    Batch norm in training writes to its statistics without counting a version of them, but it counts its batches.
-    """
-    found = {n: f"{name.rpartition('.')[0]}.num_batches_tracked" for n, (name, _) in state.items()}
-    return {n: live[name.lstrip(".")] for n, name in found.items() if name.lstrip(".") in live}
-
-
-def norm(node: fx.Node, kind: str = "_norm") -> bool:
-    """Whether a call keeps running statistics, to which it writes in training without its schema saying so."""
-    return kind in (name := str(node.target)) and ("batch_norm" in name or "instance_norm" in name)
-
-
-def statistics(graph: fx.Graph, kind: str) -> set[str]:
-    """Placeholders that norms of a kind read as running statistics."""
-    norms = [n for n in graph.nodes if n.op == "call_function" and norm(n, kind)]
-    return {a.name for n in norms for a in n.args[3:5] if isinstance(a, fx.Node)}
 
 
 def prepare(
@@ -221,14 +173,6 @@ def _reach(nodes: Iterable[fx.Node], live: set[fx.Node]) -> None:
             live.add(node)
 
 
-def own_outputs(graph: fx.Graph) -> None:
-    """Raise where the graph has an output that no caller could be given, such as a symbolic size of another tensor."""
-    for node in graph.output_node().all_input_nodes:
-        value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise Untraceable("an output is a number that depends on the shapes")
-
-
 @dataclass
 class Seen:
     text: str = ""
@@ -261,132 +205,3 @@ def witness() -> Iterator[Seen]:
 
 
 # Views and in-place calls -------------------------------------------------------------------------
-
-
-def writes(node: fx.Node) -> bool:
-    """True for calls that write into an argument, and for those that hold graphs of their own, which may."""
-    schema = getattr(node.target, "_schema", None)
-    opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return opaque or bool(schema is not None and schema.is_mutable)
-
-
-def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a call writes into, or might."""
-    if not writes(node):
-        return []
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return list(node.all_input_nodes)
-    targets = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    found: list[fx.Node] = []
-    for each in targets:
-        fx.map_arg(given.get(each.name), found.append)
-    return found
-
-
-def counts(node: fx.Node) -> bool:
-    """A write to a number of its own, such as batch norm's count of batches, touches nothing that rules move."""
-    base = example(node.args[0]) if node.args else None
-    return base is not None and base.dim() == 0 and not base.is_floating_point()
-
-
-def functional(graph: fx.Graph) -> None:
-    """In-place calls on values that nothing else sees become out-of-place ones, which rules understand."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        memory = storage(node)
-        if memory is not None:
-            sharing.setdefault(memory, []).append(node)
-    for node in list(graph.nodes):
-        plain = _out_of_place(node)
-        if plain is None:
-            continue
-        base = node.args[0]
-        memory = storage(base)
-        others = sharing.get(memory, []) if memory is not None else []
-        if memory is None or any(
-            n.op == "placeholder"
-            or (
-                n is not base
-                and order[n] < order[node]
-                and any(order[u] > order[node] for u in n.users)
-            )
-            for n in others
-        ):
-            continue
-        if base.op != "call_function" or example(base).shape != example(node).shape:  # type: ignore[union-attr]
-            continue
-        for user in list(base.users):
-            if order[user] > order[node]:
-                user.replace_input_with(base, node)
-        node.target = plain
-
-
-def _out_of_place(node: fx.Node) -> Any:
-    """aten.relu for aten.relu_; None where there is no such twin."""
-    if (
-        node.op != "call_function"
-        or not writes(node)
-        or not isinstance(node.target, torch._ops.OpOverload)
-    ):
-        return None
-    packet = node.target.overloadpacket.__name__
-    if not packet.endswith("_") or packet.endswith("__") or node.target.namespace != "aten":
-        return None
-    twin = getattr(torch.ops.aten, packet[:-1], None)
-    if twin is None or node.target._overloadname not in twin.overloads():
-        return None
-    base = example(node.args[0]) if node.args else None
-    out = example(node)
-    if base is None or out is None or base.dtype != out.dtype:
-        return None
-    written = [a for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
-    other = example(node.args[1]) if len(node.args) > 1 else None
-    wider = other is not None and torch.result_type(base, other) != base.dtype
-    return None if wider or len(written) != 1 else getattr(twin, node.target._overloadname)
-
-
-def random_call(node: fx.Node) -> bool:
-    """True for calls that draw random numbers or may do something else than compute."""
-    if node.op != "call_function":
-        return node.op != "placeholder"
-    if _drops_nothing(node):
-        return False
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return True
-    opaque = isinstance(node.target, torch._ops.HigherOrderOperator)
-    name = str(node.target)
-    return opaque or "dropout" in name or "rand" in name or "bernoulli" in name
-
-
-def _drops_nothing(node: fx.Node) -> bool:
-    """True for attention and recurrent layers that could drop values and do not."""
-    schema = getattr(node.target, "_schema", None)
-    arguments = schema.arguments if schema is not None else []
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
-    which = next((n for n in ("dropout_p", "dropout") if n in given), None)
-    return which is not None and (given[which] == 0.0 or given.get("train") is False)
-
-
-def constants(graph: fx.Graph, state: set[str]) -> None:
-    """Mark what depends on parameters, buffers and constants alone, and is neither random nor written to."""
-    dirty = {storage(a) for n in graph.nodes if n.op == "call_function" for a in written(n)}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            node.meta["constant"] = node.name in state and storage(node) not in dirty
-        elif node.op == "call_function" and not random_call(node) and not writes(node):
-            pure = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
-            real = isinstance(node.meta.get("val"), (Tensor, tuple, list))
-            fresh = storage(node) not in dirty
-            batch = norm(node)
-            node.meta["constant"] = (
-                pure
-                and real
-                and fresh
-                and not batch
-                and all(n.meta.get("constant", False) for n in node.all_input_nodes)
-            )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..guards.tensor_tree import tensors_in
-from .check import widen
+from ...guards.tensor_tree import tensors_in
+from .widening import widen
 
 
 def sharing(model: nn.Module, buffers: bool = True) -> nn.Module:

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..guards.errors import MISS
-from ..guards.finite_branches import Foretold
-from ..guards.plain_values import ROUNDED, plain, plain_object
+from ...guards.errors import MISS
+from ...guards.finite_branches import Foretold
+from ...guards.plain_values import ROUNDED, plain, plain_object
 
 MOST = 4096  # objects of one call
 ARGS, KWARGS = ("object", 0, None), ("object", 1, None)

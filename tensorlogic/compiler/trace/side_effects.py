@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..guards.errors import Unfit
-from ..guards.global_state import SEEDING, noting
-from ..guards.model_state import difference, state
-from ..guards.plain_values import plain_object
-from ..guards.python_globals import Reach
-from ..guards.tensor_tree import tensors_in
-from .copies import fresh, sharing, unwritten
-from .handing import holders, inside, odd, untouched
-from .objects import Objects, Opaque
-from .trace import witness
+from ...guards.errors import Unfit
+from ...guards.global_state import SEEDING, noting
+from ...guards.model_state import difference, state
+from ...guards.plain_values import plain_object
+from ...guards.python_globals import Reach
+from ...guards.tensor_tree import tensors_in
+from .escapes import holders, inside, odd, untouched
+from .exporter import witness
+from .model_copies import fresh, sharing, unwritten
+from .object_flattening import Objects, Opaque
 
 COUNTS = (bool, int, float, str)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..measure import timer
-from .report import Row
-from .rewrite import Region
+from ...measure import timer
+from ..reporting.report import Row
+from ..rewrite.matcher import Region
 
 # of a way's error that the next one must have where the whole model's error grew
 MILDER = 0.8

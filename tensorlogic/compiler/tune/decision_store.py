@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import policy as policies
-from ..core.op import OPS
-from ..dispatch import candidate_loading
-from ..guards.global_state import precisions
-from ..native import hook_extension, library_files
-from ..plans import file_format, open_stores
-from ..plans.environment import environment
-from ..plans.file_format import Records
-from ..system import settings
-from ..system.package import FOLDER
-from .decisions import Decision
-from .report import Report, Row
-from .trace import Trace
+from ...core import policy as policies
+from ...core.op import OPS
+from ...dispatch import candidate_loading
+from ...guards.global_state import precisions
+from ...native import hook_extension, library_files
+from ...plans import file_format, open_stores
+from ...plans.environment import environment
+from ...plans.file_format import Records
+from ...system import settings
+from ...system.package import FOLDER
+from ..reporting.report import Report, Row
+from ..trace.traced_graph import Trace
+from .decision import Decision
 
 MOST = 4000  # records of one file; the oldest go
 LOCK_S = 2.0  # for a file that another process is saving

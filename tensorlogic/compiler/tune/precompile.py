@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..autotune import measure_key
-from ..core import policy
-from ..core.candidate import EAGER, Candidate
-from ..core.candidate_errors import BIND_ERRORS
-from ..core.key import Key
-from ..core.op import Op
-from ..dispatch import selector as dispatch_selector
-from ..plans import open_stores
+from ...autotune import measure_key
+from ...core import policy
+from ...core.candidate import EAGER, Candidate
+from ...core.candidate_errors import BIND_ERRORS
+from ...core.key import Key
+from ...core.op import Op
+from ...dispatch import selector as dispatch_selector
+from ...plans import open_stores
 
 
 def jobs(op: Op, key: Key, device: torch.device) -> list[Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from ..core.rewrite_rule import Composite, Way
-from ..ops.convolution import channels_last
-from . import check
-from .code import Function, ahead
-from .patterns import WAYS
-from .rewrite import Region, arguments, emitter
+from ...core.rewrite_rule import Composite, Way
+from ...ops.convolution import channels_last
+from ..rewrite.matcher import Region, arguments, emitter
+from ..rewrite.rule_set import WAYS
+from ..runtime.codegen import Function, ahead
+from ..verify import equivalence
 
 PLAIN, CHOSEN = "torch.eager", "chosen"
 
@@ -62,7 +62,7 @@ class Fragment:
         """The replacement's output with nothing dropped out."""
         kept = [node.args for node in self.calls]
         for node in self.calls:
-            node.args = check.silent(node)
+            node.args = equivalence.silent(node)
         out = self.function.run(*self.values)
         if any(node.args is not args for node, args in zip(self.calls, kept, strict=True)):
             for node, args in zip(self.calls, kept, strict=True):

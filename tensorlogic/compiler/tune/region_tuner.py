@@ -11,24 +11,26 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..core.dtypes import NAMES
-from ..core.key import Key
-from ..core.op import Op
-from ..core.rewrite_rule import Composite, Way
-from ..core.tolerance import Verdict
-from ..dispatch import candidate_loading
-from ..guards import tensor_tree
-from ..guards.errors import first_line
-from ..measure import timer
-from ..system import compile_pool
-from . import check, early
-from .code import Function
-from .decisions import Decision, evidence, refused, slowness
-from .fragments import CHOSEN, PLAIN, Fragment, full, value_of, ways_of
-from .rewrite import Region
-from .stored import Plans, Stored, planned
-from .trace import Trace
-from .whole import apart
+from ...core.dtypes import NAMES
+from ...core.key import Key
+from ...core.op import Op
+from ...core.rewrite_rule import Composite, Way
+from ...core.tolerance import Verdict
+from ...dispatch import candidate_loading
+from ...guards import tensor_tree
+from ...guards.errors import first_line
+from ...measure import timer
+from ...system import compile_pool
+from ..rewrite.matcher import Region
+from ..runtime.codegen import Function
+from ..trace import widening
+from ..trace.traced_graph import Trace
+from ..verify import equivalence
+from ..verify.whole_model import apart
+from . import precompile
+from .decision import Decision, evidence, refused, slowness
+from .decision_store import Plans, Stored, planned
+from .region_graph import CHOSEN, PLAIN, Fragment, full, value_of, ways_of
 
 HEATS = 3  # rounds in which all ways run
 # of the fastest way's time that a way may take there to run in twice as many more
@@ -99,9 +101,9 @@ class Judge:
         for region, env in self._walk(at, regions, values):
             found = self._keyed(region, env)
             if found is not None:
-                served[region.root] = early.jobs(*found, self.device)
+                served[region.root] = precompile.jobs(*found, self.device)
                 tried[region.root] = [
-                    j for _, own in early.rivals(*found, self.device) for j in own
+                    j for _, own in precompile.rivals(*found, self.device) for j in own
                 ]
         compile_pool.begin(job for own in served.values() for job in own)
         compile_pool.submit(dict.fromkeys(job for own in tried.values() for job in own))
@@ -118,7 +120,7 @@ class Judge:
         last = self._lifetimes(nodes, regions)
         left = len(at)
         for node in nodes if at else ():
-            check.evaluate([node], env, self.trace.owner)
+            equivalence.evaluate([node], env, self.trace.owner)
             if node.name in at:
                 yield at[node.name], env
                 left -= 1
@@ -285,7 +287,7 @@ class Judge:
         found = self._keyed(region, env)
         if found is None:
             return
-        for candidate, jobs in early.rivals(*found, self.device):
+        for candidate, jobs in precompile.rivals(*found, self.device):
             if compile_pool.there(jobs) or time.perf_counter() < self.deadline:
                 yield candidate.id
 
@@ -338,17 +340,17 @@ class Expected:
             n: v.clone() if isinstance(v, Tensor) else v
             for n, v in zip(names, self.values, strict=True)
         }
-        dtype = check.wide_dtype(list(self.values))
-        wide = {n: check.widen(v, dtype) for n, v in zip(names, self.values, strict=True)}
-        check.evaluate(self.nodes, plain, self.owner)
-        check.evaluate(self.nodes, wide, self.owner, dtype)
+        dtype = widening.wide_dtype(list(self.values))
+        wide = {n: widening.widen(v, dtype) for n, v in zip(names, self.values, strict=True)}
+        equivalence.evaluate(self.nodes, plain, self.owner)
+        equivalence.evaluate(self.nodes, wide, self.owner, dtype)
         self.plain, self.wide = (
             pytree.tree_map(env.__getitem__, self.outputs) for env in (plain, wide)
         )
 
     def judge(self, fragment: Fragment) -> Verdict:
         """Compare what a replacement gives."""
-        return check.compare(fragment.run_checked(), self.plain, self.wide)
+        return equivalence.compare(fragment.run_checked(), self.plain, self.wide)
 
 
 def _signature(region: Region, env: Mapping[str, Any], trace: Trace) -> Any:

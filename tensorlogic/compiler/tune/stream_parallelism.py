@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cuda_graphs.captured_graph import FAILURES, cause, heal
-from ..measure import timer
-from .branches import Section, sections
-from .report import Report, Row
-from .serve import Program
+from ...cuda_graphs.captured_graph import FAILURES, cause, heal
+from ...measure import timer
+from ..reporting.report import Report, Row
+from ..runtime.parallel_branches import Section, sections
+from ..runtime.program import Program
 
 OP = "streams"
 GAIN = 0.98  # of the time on one stream that branches may take

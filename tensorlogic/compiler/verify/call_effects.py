@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..cuda_graphs.captured_graph import FAILURES
-from ..guards import tensor_tree
-from ..guards.errors import first_line
-from . import check
-from .copies import fresh
+from ...cuda_graphs.captured_graph import FAILURES
+from ...guards import tensor_tree
+from ...guards.errors import first_line
+from ..trace import widening
+from ..trace.model_copies import fresh
+from . import equivalence
 
 
 def random_state() -> list[Any]:
@@ -41,7 +42,7 @@ def outcome(
     after = tensor_tree.tensors_in(given)
     wrt = [p for p in holder.parameters() if p.requires_grad]
     graded = [o for o in outs if o.requires_grad]
-    grads = check.gradients(graded, wrt) if training and wrt and graded else []
+    grads = equivalence.gradients(graded, wrt) if training and wrt and graded else []
     return [outs, after, grads]
 
 
@@ -66,7 +67,7 @@ def widely(model: nn.Module, training: bool, args: Any, kwargs: Any) -> list[lis
     dtype, what it says."""
     tensors = [*model.parameters(), *model.buffers(), *tensor_tree.tensors_in((args, kwargs))]
     floats = [t for t in tensors if t.is_floating_point()]
-    ways: list[tuple[torch.dtype, Any]] = [(check.wide_dtype(tensors), contextlib.nullcontext())]
+    ways: list[tuple[torch.dtype, Any]] = [(widening.wide_dtype(tensors), contextlib.nullcontext())]
     if all(t.element_size() <= 2 for t in floats):
         ways.append((torch.float32, contextlib.nullcontext()))
     elif ways[0][0] is torch.float64 and all(t.dtype is torch.float32 for t in floats):

@@ -6,43 +6,19 @@ import copy
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from ..core import weight_cache
-from ..core.tolerance import Errors, Verdict, chance, judge, of_all, spacing
-from ..guards.tensor_tree import flat_values, tensors_in
+from ...core.tolerance import Errors, Verdict, chance, judge, of_all, spacing
+from ...guards.tensor_tree import flat_values
+from ..trace.graph_facts import seeds
+from ..trace.widening import FLOATS, _wide, widen
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-FAR = {torch.float16: 0.05, torch.bfloat16: 0.05}  # relative; 1e-3 for other dtypes
 GROWTH = 1.4  # times the original's own error that a whole model may have
-
-
-def wide_dtype(tensors: Sequence[Any]) -> torch.dtype:
-    """float64; float32 on Apple GPUs, which have no wider one, and where everything is half precision on a CPU, which
-    float64 would hold up for nothing."""
-    floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
-    if any(t.device.type == "mps" for t in floats):
-        return torch.float32
-    half = all(
-        t.dtype in (torch.float16, torch.bfloat16) and t.device.type == "cpu" for t in floats
-    )
-    return torch.float32 if floats and half else torch.float64
-
-
-def widen(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors and dtypes as the wider one, everything else as it is."""
-    if isinstance(value, Tensor):
-        return value.detach().to(dtype, copy=True) if value.dtype in FLOATS else value.clone()
-    if isinstance(value, torch.dtype):
-        return dtype if value in FLOATS else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(widen(v, dtype) for v in value)
-    return value
 
 
 def silent(node: fx.Node) -> tuple[Any, ...]:
@@ -181,28 +157,6 @@ def gradients(outs: Sequence[Tensor], wrt: Sequence[Tensor]) -> list[Tensor]:
     return [g for g in found if g is not None]
 
 
-def seeds(outs: Sequence[Tensor]) -> list[Tensor]:
-    """A wave of the form of each output."""
-    return [
-        torch.cos(torch.arange(o.numel(), device=o.device, dtype=torch.float32))
-        .reshape(o.shape)
-        .to(o.dtype)
-        for o in outs
-    ]
-
-
-def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:
-    """Forward alone, or with the backward pass that training would add, after which weights count as changed; no `.grad`
-    is touched."""
-    flat = [o for o in tensors_in(out) if o.requires_grad]
-    if not training or not flat or not wrt:
-        return out
-    seeds = [torch.ones_like(o) for o in flat]
-    found = torch.autograd.grad(flat, wrt, seeds, allow_unused=True)
-    weight_cache.pretend_step()
-    return found
-
-
 def close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     """Each within rounding, of its own size or a small part of the largest: some gradients are zero but for rounding."""
     if len(ours) != len(theirs):
@@ -216,15 +170,6 @@ def close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
         if float((a - b).norm()) > far * room:
             return False
     return True
-
-
-def _wide(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor, float]]:
-    for a, b in zip(ours, theirs, strict=True):
-        dtype = wide_dtype([a])
-        pair = [torch.nan_to_num(t.detach().to(dtype), 0.0, 1.0, -1.0) for t in (a, b)]
-        yield pair[0], pair[1], FAR.get(a.dtype, 1e-3)
 
 
 def alike(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

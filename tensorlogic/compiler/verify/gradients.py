@@ -10,11 +10,12 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..guards.errors import Untraceable, first_line
-from . import check
-from .copies import fresh, sharing, undisturbed, unwritten
-from .trace import Trace
-from .whole import expected_inputs
+from ...guards.errors import Untraceable, first_line
+from ..trace import graph_facts
+from ..trace.model_copies import fresh, sharing, undisturbed, unwritten
+from ..trace.traced_graph import Trace
+from . import equivalence
+from .whole_model import expected_inputs
 
 # whose functions have the gradients of what they compute
 OWN = ("tensorlogic", "torch.utils.checkpoint")
@@ -90,18 +91,18 @@ def same(traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
         made = _recorded(_run(traced, values))
         wrt = [*(values[n] for n in names), *(v for v in asking if v.requires_grad)]
         ours = _gradients(made, wrt)
-    if not check.close(made, outs):
+    if not equivalence.close(made, outs):
         if _draws(traced.graph):  # in another order, so that nothing can be compared
             return
         raise Untraceable("the graph's outputs are not the model's")
-    if not check.close(ours, theirs):
+    if not equivalence.close(ours, theirs):
         raise Untraceable("the graph's gradients are not the model's")
 
 
 def _run(traced: Trace, values: dict[str, Any]) -> Any:
     nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
     with torch.enable_grad():
-        check.evaluate(nodes, values, traced.owner, dropping=True)
+        equivalence.evaluate(nodes, values, traced.owner, dropping=True)
     return fx.map_arg(traced.graph.output_node().args[0], lambda n: values[n.name])
 
 
@@ -113,9 +114,11 @@ def _gradients(outs: Sequence[Tensor], wrt: Sequence[Tensor]) -> list[Tensor]:
     """Of each output, weighted by a wave, with respect to all; zeros where nothing is reached."""
     if not outs or not wrt:
         return []
-    found = torch.autograd.grad(outs, wrt, check.seeds(outs), allow_unused=True)
+    found = torch.autograd.grad(outs, wrt, graph_facts.seeds(outs), allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, wrt, strict=True)]
 
 
 def _draws(graph: fx.Graph) -> bool:
-    return any(check.draws(n) or check.dropping(n.target) is not None for n in graph.nodes)
+    return any(
+        equivalence.draws(n) or equivalence.dropping(n.target) is not None for n in graph.nodes
+    )

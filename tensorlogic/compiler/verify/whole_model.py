@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core.tolerance import Verdict
-from ..guards import tensor_tree
-from ..guards.errors import Untraceable, first_line
-from ..guards.model_guard import strides_of
-from . import check
-from .code import last_uses
-from .serve import Program, mutates
-from .trace import Trace, random_call
+from ...core.tolerance import Verdict
+from ...guards import tensor_tree
+from ...guards.errors import Untraceable, first_line
+from ...guards.model_guard import strides_of
+from ..runtime.program import Program
+from ..trace import widening
+from ..trace.graph_facts import last_uses, mutates, random_call
+from ..trace.traced_graph import Trace
+from . import equivalence
 
 
 def expected_inputs(traced: Trace) -> dict[str, Any]:
@@ -44,12 +45,12 @@ class Whole:
         self.outputs = traced.graph.output_node().args[0]
         self.nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
         values = expected_inputs(traced)
-        dtype = check.wide_dtype(list(values.values()))
+        dtype = widening.wide_dtype(list(values.values()))
         wants = [n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad]
         self.wants = wants if training else []
         changing = mutates(traced.graph)
         self.changes = [n for n in values if n not in wants] if changing else []
-        known = {id(v): check.widen(v, dtype) for v in values.values()}  # tied weights stay one
+        known = {id(v): widening.widen(v, dtype) for v in values.values()}  # tied weights stay one
         wide = {n: known[id(v)] for n, v in values.items()}  # before a run writes into the values
         for n in self.wants:
             wide[n].requires_grad_()
@@ -61,14 +62,14 @@ class Whole:
     def gives(self, theirs: Sequence[Tensor]) -> bool:
         """Whether the graph, as it was traced, gives what the model itself has given; what draws numbers cannot be compared."""
         ours = [o for o in tensor_tree.flat_values(self.plain[0]) if isinstance(o, Tensor)]
-        return any(map(random_call, self.nodes)) or check.alike(ours, theirs)
+        return any(map(random_call, self.nodes)) or equivalence.alike(ours, theirs)
 
     def _run(self, values: dict[str, Any], dtype: torch.dtype | None) -> Any:
         env = dict(values)
         last = last_uses(self.nodes, self.outputs)
         with torch.set_grad_enabled(self.training):
             kept = None if self.training else last
-            check.evaluate(self.nodes, env, self.traced.owner, dtype, kept, self.drawn)
+            equivalence.evaluate(self.nodes, env, self.traced.owner, dtype, kept, self.drawn)
             outs = fx.map_arg(self.outputs, lambda n: env[n.name])
             if dtype is None:
                 named = tensor_tree.flat_values(self.outputs)
@@ -88,7 +89,7 @@ class Whole:
         ]
         if not self.training or not wrt or not flat:
             return outs
-        return (outs, check.gradients(flat, wrt))
+        return (outs, equivalence.gradients(flat, wrt))
 
     def judge(self, program: Program) -> Verdict:
         """Compare a program, run on copies of what it might change and with nothing dropped out."""
@@ -96,15 +97,15 @@ class Whole:
         function = program.function
         kept = [(n.target, n.args) for n in function.nodes]
         for node in function.nodes:
-            node.args = check.silent(node)
-            if node.name in self.drawn and check.draws(node):
+            node.args = equivalence.silent(node)
+            if node.name in self.drawn and equivalence.draws(node):
                 node.target = _given(self.drawn[node.name])
         for name in self.traced.state:
             function.set(name, values[name])
         try:
             with torch.set_grad_enabled(self.training):
                 outs = function.run(*[values[n] for n in self.traced.inputs])
-                return check.compare(self._seen(outs, values), self.plain, self.wide)
+                return equivalence.compare(self._seen(outs, values), self.plain, self.wide)
         except (RuntimeError, ValueError, TypeError) as problem:
             return Verdict(f"it fails: {first_line(problem)}", float("inf"))
         finally:

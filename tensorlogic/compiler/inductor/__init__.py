@@ -1,0 +1,1 @@
+"""Inductor as a competitor: compiled aside, compared, taken where faster."""

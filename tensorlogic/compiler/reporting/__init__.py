@@ -1,0 +1,1 @@
+"""What optimize did, and what is left to gain."""

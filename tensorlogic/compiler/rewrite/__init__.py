@@ -1,0 +1,1 @@
+"""Rules and passes that replace parts of a graph."""

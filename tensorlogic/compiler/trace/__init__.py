@@ -1,0 +1,1 @@
+"""From a model to a graph of ATen calls, and what is known of both."""

@@ -1,0 +1,1 @@
+"""Which implementation serves each region of a graph, measured and remembered."""

@@ -1,0 +1,1 @@
+"""Does a rewritten graph compute what the model computes."""

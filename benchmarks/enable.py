@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from tensorlogic.bench.facts import enabled
-from tensorlogic.bench.machine import limits
+from tensorlogic.bench.machine_info import limits
 from tensorlogic.plans.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -54,10 +54,10 @@ def main() -> None:
     if given.json:
         import torch
 
-        from tensorlogic.bench import machine
+        from tensorlogic.bench import machine_info
 
         found = {
-            "machine": machine.describe(torch.device("cpu"))["environment"],
+            "machine": machine_info.describe(torch.device("cpu"))["environment"],
             "date": datetime.date.today().isoformat(),
             "unit": "ms",
             "samples": samples,

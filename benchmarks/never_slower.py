@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic.bench.machine import limits
+from tensorlogic.bench.machine_info import limits
 from tensorlogic.dispatch import dispatcher
 from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.plans.environment import environment

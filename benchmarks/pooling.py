@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import tensorlogic
-from tensorlogic.bench import machine
+from tensorlogic.bench import machine_info
 from tensorlogic.measure import timer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +75,7 @@ def main() -> None:
     print(stats)
     if asked.out:
         whole = {
-            "machine": machine.describe(DEVICE),
+            "machine": machine_info.describe(DEVICE),
             "date": datetime.date.today().isoformat(),
             "rows": rows,
             "reuse_rate": stats.reuse_rate,

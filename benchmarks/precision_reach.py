@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorlogic.bench import precision
+from tensorlogic.bench import precision_suite
 
 Found = dict[str, Any]
 BUDGETED = {  # device: inputs, budget, size -> at least so many times PyTorch's speed
@@ -107,7 +107,7 @@ def main() -> int:
     if asked.result is None:
         devices = [torch.device("cpu")]
         devices += [torch.device("cuda")] if torch.cuda.is_available() else []
-        found = precision.run(devices, quick=False)
+        found = precision_suite.run(devices, quick=False)
     else:
         found = json.loads(asked.result.read_text())
     told = list(rows(found))

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import tensorlogic
-from tensorlogic.bench.machine import limits
+from tensorlogic.bench.machine_info import limits
 from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
 from tensorlogic.plans.environment import environment

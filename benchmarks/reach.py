@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic.bench.machine import limits
+from tensorlogic.bench.machine_info import limits
 from tensorlogic.plans.environment import environment
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -26,17 +26,17 @@ def one(device: str, quick: bool) -> None:
     """Tune every case of the suite in this process; print key -> [eager choice, captured choice] as JSON."""
     import torch
 
-    from tensorlogic.bench import rows, suites
+    from tensorlogic.bench import measure_case, suites
     from tensorlogic.plans import open_stores
     from tensorlogic.system import compile_pool
 
     chosen = suites.cases(suites.Selection(device, quick=quick))
     cases = [case for case in chosen if case.category != "transfer"]
     if device == "cuda":
-        compile_pool.submit(rows.kernels(cases, torch.device(device)))
+        compile_pool.submit(measure_case.kernels(cases, torch.device(device)))
     with compile_pool.awaited():
         for case in cases:
-            rows.tuned(case, torch.device(device))
+            measure_case.tuned(case, torch.device(device))
     plans = open_stores.current(torch.device(device)).plans()
     print(json.dumps({p.key.text: [p.eager, p.captured] for p in plans}))
 

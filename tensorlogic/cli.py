@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .bench.problems import Problem, tolerated
-from .bench.progress import progress
+from .bench.terminal.progress import progress
+from .bench.terminal.user_error import Problem, tolerated
 from .cli_options import (
     EPILOGUE,
     PLAIN,
@@ -90,18 +90,21 @@ def bench(
     """
     if suite == "precision":
         return _precision(quick, device, json)
-    from .bench import report_forms, session, summary, tables
+    from .bench import session
+    from .bench.report import render
+    from .bench.report import summary as report_summary
+    from .bench.report import tables as report_tables
 
     if verify is not None:
-        from .bench import verifying
+        from .bench import result_check
 
         with progress() as tick:
-            verified = verifying.verify(verify, tick)
+            verified = result_check.verify(verify, tick)
         say(verified)
         return FOUND if verified.failed else DONE
 
     if report and json is not None:
-        report_forms.beside([json])  # a refusal comes before what takes minutes
+        render.beside([json])  # a refusal comes before what takes minutes
     with progress() as tick:
         results = session.bench(
             quick=quick,
@@ -113,12 +116,12 @@ def bench(
             resume=resume,
             tick=tick,
         )
-    tables.show(results, summary.lines(results))
+    report_tables.show(results, report_summary.lines(results))
     say(f"result file: {results.path}")
     if report and results.path is not None and results.timed:
-        from .bench import report as reporting
+        from .bench.report import report as report_report
 
-        page = report_forms.write(reporting.make(results), report_forms.beside([results.path]))
+        page = render.write(report_report.make(results), render.beside([results.path]))
         say(f"report: {page}")
     return DONE if results.complete else INTERRUPTED
 
@@ -126,7 +129,7 @@ def bench(
 def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     import torch
 
-    from .bench import precision, session
+    from .bench import precision_suite, session
     from .core import policy
     from .system import settings
 
@@ -135,15 +138,18 @@ def _precision(quick: bool, device: str | None, path: Path | None) -> int:
         devices = [session.pick_device(device)]
     elif torch.cuda.is_available():
         devices.append(torch.device("cuda"))
-    if devices[0].type not in precision.SIZES:
+    if devices[0].type not in precision_suite.SIZES:
         raise Problem(f"device is {device!r}; --suite precision measures cpu, cuda or cuda:N")
     to = path or settings.cache_folder() / "precision.json"
     with progress() as tick, policy.measuring():
-        found = precision.run(
-            devices, quick, lambda text: tick(0, 1, text), lambda found: precision.write(found, to)
+        found = precision_suite.run(
+            devices,
+            quick,
+            lambda text: tick(0, 1, text),
+            lambda found: precision_suite.write(found, to),
         )
-    precision.write(found, to)
-    say(precision.table(found))
+    precision_suite.write(found, to)
+    say(precision_suite.table(found))
     say(f"result file: {to}")
     return DONE
 
@@ -172,16 +178,17 @@ def report(
     mixed
         Compare files of different machines all the same.
     """
-    from .bench import report as reporting
-    from .bench import report_forms, session
+    from .bench import session
+    from .bench.report import render
+    from .bench.report import report as report_report
 
     paths = list(results) or [session.newest()]
-    made = reporting.read(paths, mixed=mixed, drawn=not markdown)
+    made = report_report.read(paths, mixed=mixed, drawn=not markdown)
     if markdown:
-        sys.stdout.write(report_forms.markdown(made))
+        sys.stdout.write(render.markdown(made))
         return DONE
-    page = report_forms.write(made, report_forms.beside(paths, out))
-    report_forms.show(made)
+    page = render.write(made, render.beside(paths, out))
+    render.show(made)
     say(f"\nreport: {page}")
     return DONE
 
@@ -206,10 +213,10 @@ def compare(
         Compare the times themselves.
     """
     from .bench import compare as comparing
-    from .bench import results
+    from .bench import result_file
 
     found = comparing.compare(
-        results.load(before), results.load(after), margin, mixed=mixed, absolute=absolute
+        result_file.load(before), result_file.load(after), margin, mixed=mixed, absolute=absolute
     )
     say(found)
     return FOUND if found.regressions else DONE
@@ -304,17 +311,18 @@ def explain(
     measure
         Measure the key if it is not known yet.
     """
-    from .bench import calls, session, sizes
+    from .bench import command_inputs, session
+    from .bench.terminal import size_text
 
     where = session.pick_device(device)
     bad = next((f for f in flag if "=" not in f), None)
     if bad is not None:
         raise Problem(f"flag is {bad!r}; name=value is required")
     flags = dict(f.split("=", 1) for f in flag)
-    fn, args, kwargs = calls.call(
-        op, dtype, where, size=sizes.parse(size) if size else None, shapes=shape, flags=flags
+    fn, args, kwargs = command_inputs.call(
+        op, dtype, where, size=size_text.parse(size) if size else None, shapes=shape, flags=flags
     )
-    say(calls.explained(fn, args, kwargs, measure))
+    say(command_inputs.explained(fn, args, kwargs, measure))
     return DONE
 
 

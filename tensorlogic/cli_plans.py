@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from .bench.problems import Problem, tolerated
-from .bench.progress import progress
+from .bench.terminal.progress import progress
+from .bench.terminal.user_error import Problem, tolerated
 from .cli_options import EPILOGUE, PLAIN, Device, Margin, Ops, say, split
 from .exits import DONE, FOUND
 
 if TYPE_CHECKING:
-    from .bench.lockfiles import Finding
+    from .bench.lockfile_check import Finding
 
 app = App(
     name="plans",
@@ -29,7 +29,7 @@ app = App(
 def list_plans(*, op: Ops = (), device: Device = None) -> int:
     """List the choices stored for this machine."""
     from .bench import session, suites
-    from .bench.tables import aligned
+    from .bench.text_table import aligned
 
     wanted = suites.named(split(op))
     store, _ = session.store(device)
@@ -53,13 +53,13 @@ def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
     path
         The lockfile to write.
     """
-    from .bench import lockfiles, session, suites
+    from .bench import lockfile_check, session, suites
     from .plans.lockfile import export_lockfile
 
     wanted = suites.named(split(op))
     store, _ = session.store(device)
     stored = [p for p in store.plans() if not op or p.key.op in wanted]
-    chosen = lockfiles.lasting(stored)
+    chosen = lockfile_check.lasting(stored)
     if len(chosen) < len(stored):
         say(
             f"{len(stored) - len(chosen)} left out: what they chose has changed since it was measured; tune them again"
@@ -87,11 +87,11 @@ def import_plans(path: Path, *, device: Device = None, anywhere: bool = False) -
     anywhere
         Also when it was measured on another machine or with other software.
     """
-    from .bench import lockfiles, session
+    from .bench import lockfile_check, session
 
     store, where = session.store(device)
     with files():
-        count, reason = lockfiles.adopt(path, store, where, anywhere)
+        count, reason = lockfile_check.adopt(path, store, where, anywhere)
     if reason is not None:
         raise Problem(
             f"{path} was not imported: {reason}; use it as a lockfile (TENSORLOGIC_LOCKFILE={path}), or pass --anywhere"
@@ -111,13 +111,15 @@ def verify_plans(path: Path, *, margin: Margin = 0.1) -> int:
     path
         The lockfile to verify.
     """
-    from .bench import lockfiles
-    from .bench.tables import aligned
+    from .bench import lockfile_check
+    from .bench.text_table import aligned
 
     tolerated(margin)
     with files(), progress() as tick:
-        findings: list[Finding] = lockfiles.verify(path, margin, tick)
-    shown = [[f.state, f.candidate, f.key, f.detail] for f in findings if f.state != lockfiles.GOOD]
+        findings: list[Finding] = lockfile_check.verify(path, margin, tick)
+    shown = [
+        [f.state, f.candidate, f.key, f.detail] for f in findings if f.state != lockfile_check.GOOD
+    ]
     if shown:
         say(aligned([["state", "candidate", "key", ""], *shown], [True] * 4))
     counts: dict[str, int] = {}

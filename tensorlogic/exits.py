@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .bench.problems import Problem
+from .bench.terminal.user_error import Problem
 from .system.settings import Wrong
 
 DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141

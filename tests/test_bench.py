@@ -15,19 +15,19 @@ import torch
 
 import tensorlogic
 from tensorlogic.bench import (
-    calls,
     cases,
-    ceilings,
-    machine,
-    report,
-    results,
-    rows,
+    command_inputs,
+    machine_info,
+    machine_limits,
+    measure_case,
+    result_file,
     session,
     suites,
-    summary,
 )
-from tensorlogic.bench.problems import Problem
-from tensorlogic.bench.results import OURS, Ceilings, Row
+from tensorlogic.bench.report import report as report_report
+from tensorlogic.bench.report import summary as report_summary
+from tensorlogic.bench.result_file import OURS, Ceilings, Row
+from tensorlogic.bench.terminal.user_error import Problem
 
 from .support.bench import TINY, held, made, run
 from .support.bench import tiny as tiny  # the fixture
@@ -40,7 +40,7 @@ def test_every_operation_is_right_and_timed(
     recipe: cases.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cases, "FEATURES", 64)
-    row = rows.measured(cases.Case(recipe.category, recipe.op, 32, "f32", "cpu"), CPU, TINY)
+    row = measure_case.measured(cases.Case(recipe.category, recipe.op, 32, "f32", "cpu"), CPU, TINY)
     assert (row.status, row.reason, row.excluded) == ("ok", "", {})
     assert set(row.device_us) == {OURS, *recipe.eager}
     assert row.error is not None
@@ -102,14 +102,16 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         ours=lambda x: off(x) if x.dtype == torch.float16 else tensorlogic.relu(x),
     )
     monkeypatch.setitem(cases.RECIPES, "relu", wrong)
-    monkeypatch.setattr(rows, "meet", lambda fn, args, captured=False: real(tensorlogic.relu, args))
-    row = rows.measured(cases.Case("activation", "relu", 64, "f16", "cpu"), CPU, TINY)
+    monkeypatch.setattr(
+        measure_case, "meet", lambda fn, args, captured=False: real(tensorlogic.relu, args)
+    )
+    row = measure_case.measured(cases.Case("activation", "relu", 64, "f16", "cpu"), CPU, TINY)
     assert row.status == "refused"
     assert row.reason.startswith("wrong: output 0 has")
     assert row.device_us == {}
 
 
-real = rows.meet
+real = measure_case.meet
 
 
 def test_a_wrong_baseline_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,7 @@ def test_a_wrong_baseline_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         cases.RECIPES, "add_relu", replace(recipe, eager={**recipe.eager, "wrong": torch.add})
     )
-    row = rows.measured(cases.Case("fusion", "add_relu", 32, "f32", "cpu"), CPU, TINY)
+    row = measure_case.measured(cases.Case("fusion", "add_relu", 32, "f32", "cpu"), CPU, TINY)
     assert row.status == "ok"
     assert "wrong" in row.excluded
     assert "wrong" not in row.device_us
@@ -138,7 +140,7 @@ def test_failures_leave_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("tried to allocate too much")
 
     monkeypatch.setitem(cases.RECIPES, "add", replace(cases.RECIPES["add"], inputs=fail))
-    row = rows.measured(cases.Case("elementwise", "add", 64, "f16", "cpu"), CPU, TINY)
+    row = measure_case.measured(cases.Case("elementwise", "add", 64, "f16", "cpu"), CPU, TINY)
     assert (row.status, row.reason) == ("failed", "out of memory: tried to allocate too much")
 
 
@@ -151,7 +153,7 @@ def test_run_writes_and_loads(tmp_path: Path) -> None:
         dtypes=["f16"],
         tick=lambda d, n, t: ticks.append(t),
     )
-    again = results.load(tmp_path / "deep" / "r.json")
+    again = result_file.load(tmp_path / "deep" / "r.json")
     assert json.dumps(again.to_json()) == json.dumps(made.to_json())
     assert again.complete
     assert [r.id for r in again.rows] == [
@@ -177,7 +179,7 @@ def test_interrupt_keeps_rows_and_resume_goes_on(
     measured: list[str] = []
 
     def until(stop: int) -> Callable[..., Row]:
-        def measure(case: cases.Case, device: torch.device, effort: rows.Effort) -> Row:
+        def measure(case: cases.Case, device: torch.device, effort: measure_case.Effort) -> Row:
             if len(measured) == stop:
                 raise KeyboardInterrupt
             measured.append(case.id)
@@ -185,17 +187,20 @@ def test_interrupt_keeps_rows_and_resume_goes_on(
 
         return measure
 
-    original = rows.measured
-    monkeypatch.setattr(rows, "measured", until(1))
+    original = measure_case.measured
+    monkeypatch.setattr(measure_case, "measured", until(1))
     first = run(path, ops=["add", "mul"], sizes=[64], dtypes=["f32"])
     assert not first.complete
-    assert [r.op for r in results.load(path).rows] == ["add"]
-    assert any("not complete" in line for line in summary.lines(results.load(path)))
-    monkeypatch.setattr(rows, "measured", until(9))
+    assert [r.op for r in result_file.load(path).rows] == ["add"]
+    assert any("not complete" in line for line in report_summary.lines(result_file.load(path)))
+    monkeypatch.setattr(measure_case, "measured", until(9))
     second = run(path, ops=["add", "mul"], sizes=[64], dtypes=["f32"], resume=True)
     assert second.complete
     assert second.run["kept"] == 1
-    assert "2 rows, 1 of them kept from an interrupted run" in report.Report(second, None, []).about
+    assert (
+        "2 rows, 1 of them kept from an interrupted run"
+        in report_report.Report(second, None, []).about
+    )
     assert [r.op for r in second.rows] == ["add", "mul"]
     assert measured == ["elementwise add 64 f32", "elementwise mul 64 f32"]
 
@@ -203,7 +208,7 @@ def test_interrupt_keeps_rows_and_resume_goes_on(
 def test_unusable_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     with pytest.raises(Problem, match=r"r\.json does not exist"):
-        results.load(path)
+        result_file.load(path)
     held(made(1, 2)).write(path)
     text = path.read_text()
     for damaged, reason in (
@@ -216,24 +221,24 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
     ):
         path.write_text(damaged)
         with pytest.raises(Problem, match=reason):
-            results.load(path)
+            result_file.load(path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(Problem, match="not JSON"):
-        results.load(path)
+        result_file.load(path)
     with pytest.raises(Problem, match="cannot be written"):
         held().write(path / "inside" / "a-file.json")
 
 
 def test_share_of_the_limit() -> None:
     limits = Ceilings([(1000, 1.0), (100_000, 10.0)], {"f16": 1.0})
-    assert ceilings.copy_us(limits.copy, 10) == 1.0
-    assert ceilings.copy_us(limits.copy, 10_000) == pytest.approx(10**0.5)
-    assert ceilings.copy_us(limits.copy, 1_000_000) == pytest.approx(100.0)
+    assert machine_limits.copy_us(limits.copy, 10) == 1.0
+    assert machine_limits.copy_us(limits.copy, 10_000) == pytest.approx(10**0.5)
+    assert machine_limits.copy_us(limits.copy, 1_000_000) == pytest.approx(100.0)
     row = made(20, 20)
     row.flops, row.bytes = 1e4, 1000.0
     run = held(row)
     run.ceilings = limits
-    assert ceilings.Floors(run).share(row) == pytest.approx(
+    assert machine_limits.Floors(run).share(row) == pytest.approx(
         10 / 20
     )  # 1e4 operations at 1 GFLOPS take 10 us
 
@@ -245,24 +250,26 @@ def test_a_row_faster_than_the_copy_raises_the_limit() -> None:
         row.flops, row.bytes = 0.0, moved
     run = held(quick, slow)
     run.ceilings = limits
-    floors = ceilings.Floors(run)
+    floors = machine_limits.Floors(run)
     assert floors.share(quick) == pytest.approx(1.0)
     assert floors.us(slow) == pytest.approx(5 ** (math.log(50) / math.log(100)))
     assert all(s <= 1.0001 for r in run.rows if (s := floors.share(r)) is not None)
 
 
 def test_calls_from_shapes() -> None:
-    fn, args, kwargs = calls.call(
+    fn, args, kwargs = command_inputs.call(
         "linear", "f32", CPU, shapes=["2x3", "4x3", "-", "2x4"], flags={"activation": "relu"}
     )
     assert fn(*args, **kwargs).shape == (2, 4)
     assert "bias" not in kwargs
-    fn, args, kwargs = calls.call("attention_scores", "f32", CPU, shapes=["2x5x8", "2x7x8"])
+    fn, args, kwargs = command_inputs.call(
+        "attention_scores", "f32", CPU, shapes=["2x5x8", "2x7x8"]
+    )
     assert fn(*args, **kwargs).shape == (2, 5, 7)
-    fn, args, kwargs = calls.call("softmax_cross_entropy", "f32", CPU, shapes=["4x9", "4"])
+    fn, args, kwargs = command_inputs.call("softmax_cross_entropy", "f32", CPU, shapes=["4x9", "4"])
     assert fn(*args, **kwargs).shape == ()
-    for name in calls.public():
-        fn, args, kwargs = calls.call(name, "f32", CPU, size=16)
+    for name in command_inputs.public():
+        fn, args, kwargs = command_inputs.call(name, "f32", CPU, size=16)
         assert torch.isfinite(fn(*args, **kwargs)).all(), name
     for about, reason in (
         ({"op": "linaer"}, "op is 'linaer'"),
@@ -273,7 +280,7 @@ def test_calls_from_shapes() -> None:
         ({"op": "silu", "flags": {"colour": "red"}}, "no argument 'colour'"),
     ):
         with pytest.raises(Problem, match=reason):
-            calls.call(about.pop("op"), "f32", CPU, **about)  # type: ignore[arg-type]
+            command_inputs.call(about.pop("op"), "f32", CPU, **about)  # type: ignore[arg-type]
 
 
 def test_devices_are_named() -> None:
@@ -291,16 +298,16 @@ def test_results_are_plain_json(tmp_path: Path) -> None:
 
 def test_a_disturbed_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = held(made(10, 20))
-    assert summary.caveats(found) == []
+    assert report_summary.caveats(found) == []
     found.run |= {"others": 0.37, "throttled": "the GPU ran at 1000 of 1980 MHz"}
-    assert ["other programs took 37 %" in c.replace("37%", "37 %") for c in summary.caveats(found)] == [True, False]  # fmt: skip
+    assert ["other programs took 37 %" in c.replace("37%", "37 %") for c in report_summary.caveats(found)] == [True, False]  # fmt: skip
     gpu = {"clocks.sm": "1000 MHz", "clocks.max.sm": "1980 MHz", "utilization.gpu": "99 %"}
-    assert "1000 of 1980 MHz" in str(machine.throttled({"gpu": gpu}))
-    assert machine.throttled({"gpu": {**gpu, "utilization.gpu": "0 %"}}) is None
-    assert machine.throttled({"gpu": None}) is None
+    assert "1000 of 1980 MHz" in str(machine_info.throttled({"gpu": gpu}))
+    assert machine_info.throttled({"gpu": {**gpu, "utilization.gpu": "0 %"}}) is None
+    assert machine_info.throttled({"gpu": None}) is None
     times = iter([100.0, 110.0])
-    monkeypatch.setattr(machine, "_busy_s", lambda: next(times))
-    monkeypatch.setattr(machine, "_own_s", lambda: 5.0)
+    monkeypatch.setattr(machine_info, "_busy_s", lambda: next(times))
+    monkeypatch.setattr(machine_info, "_own_s", lambda: 5.0)
     clock = iter([0.0, 10.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    assert machine.Others().share(2) == 0.5  # ten of twenty seconds were others'
+    assert machine_info.Others().share(2) == 0.5  # ten of twenty seconds were others'

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tensorlogic import cli
-from tensorlogic.bench import cases, compare, rows, verifying
-from tensorlogic.bench.problems import Problem
-from tensorlogic.bench.results import OURS, Row
+from tensorlogic.bench import cases, compare, measure_case, result_check
+from tensorlogic.bench.result_file import OURS, Row
+from tensorlogic.bench.terminal.user_error import Problem
 
 from .support.bench import held, made, run
 from .support.bench import tiny as tiny  # the fixture
@@ -89,18 +89,18 @@ def test_a_file_is_verified_by_measuring_again(
     known.write(path)
     again: list[str] = []
 
-    def now(case: cases.Case, device: torch.device, effort: rows.Effort) -> Row:
+    def now(case: cases.Case, device: torch.device, effort: measure_case.Effort) -> Row:
         again.append(case.id)
         row = next(r for r in known.rows if r.id == case.id)
         ours = [v * (2 if "relu" in case.op else 1) for v in row.device_us[OURS]]
         return replace(row, device_us={**row.device_us, OURS: ours})
 
-    monkeypatch.setattr(rows, "measured", now)
-    found = verifying.verify(path)
+    monkeypatch.setattr(measure_case, "measured", now)
+    found = result_check.verify(path)
     assert {c.id for c in found.held} == {"elementwise add 64 f32"}
     assert {c.verdict for c in found.failed} == {"worse"}
     assert again.count("elementwise add 64 f32") == 1
-    assert again.count("activation relu 64 f32") == verifying.ATTEMPTS
+    assert again.count("activation relu 64 f32") == result_check.ATTEMPTS
     assert "1 of 3 rows hold" in str(found)
     assert cli.main(["bench", "--verify", str(path)]) == 1
     assert "relu" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_a_file_is_verified_by_measuring_again(
 
 def test_a_sample_has_every_category() -> None:
     many = held(*[replace(made(1, 1, size=n), id=str((c, n)), category=c) for n in range(9) for c in cases.CATEGORIES])  # fmt: skip
-    chosen = verifying.sample(many)
-    assert len(chosen) == verifying.SAMPLE
+    chosen = result_check.sample(many)
+    assert len(chosen) == result_check.SAMPLE
     assert {r.category for r in chosen} == set(cases.CATEGORIES)
-    assert [r.id for r in verifying.sample(many)] == [r.id for r in chosen]
+    assert [r.id for r in result_check.sample(many)] == [r.id for r in chosen]

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 import tensorlogic
-from tensorlogic.bench import (
-    lockfiles,
-)
+from tensorlogic.bench import lockfile_check
 from tensorlogic.core.candidate import Candidate
 from tensorlogic.core.op import OPS
 from tensorlogic.plans import lockfile as plans_lockfile
@@ -74,29 +72,29 @@ def test_verify_finds_what_no_longer_holds(tmp_path: Path, planted: Callable[...
 
     planted("test.slow", slow)
     planted("test.breaks", breaks)
-    found = lockfiles.verify(lockfile(tmp_path / "a.json", "torch.eager"), 10)
+    found = lockfile_check.verify(lockfile(tmp_path / "a.json", "torch.eager"), 10)
     assert [f.state for f in found] == ["good"]
-    found = lockfiles.verify(lockfile(tmp_path / "b.json", "test.slow"), 10)
+    found = lockfile_check.verify(lockfile(tmp_path / "b.json", "test.slow"), 10)
     assert [(f.state, f.bad) for f in found] == [("slow", True)]
     path = lockfile(tmp_path / "c.json", "test.breaks")
     broken[0] = True
-    found = lockfiles.verify(path, 10)
+    found = lockfile_check.verify(path, 10)
     assert found[0].state == "wrong"
     assert "relative error" in found[0].detail
     del OPS["add_relu"].candidates["test.breaks"]
-    assert lockfiles.verify(path, 10)[0].state == "missing"
+    assert lockfile_check.verify(path, 10)[0].state == "missing"
 
 
 def test_import_refuses_another_machine(tmp_path: Path) -> None:
     path = lockfile(tmp_path / "a.json", "torch.eager")
     store = open_stores.current(CPU)
     store.forget()
-    assert lockfiles.adopt(path, store, CPU, anywhere=False) == (1, None)
+    assert lockfile_check.adopt(path, store, CPU, anywhere=False) == (1, None)
     assert len(list(store.plans())) == 1
     lock = plans_lockfile.load_lockfile(path)
     elsewhere = replace(lock.environments["cpu"], device="another processor")
     plans_lockfile.export_lockfile(path, lock.plans(), [elsewhere])
     store.forget()
-    count, reason = lockfiles.adopt(path, store, CPU, anywhere=False)
+    count, reason = lockfile_check.adopt(path, store, CPU, anywhere=False)
     assert (count, "measured elsewhere (another processor" in str(reason)) == (0, True)
-    assert lockfiles.adopt(path, store, CPU, anywhere=True) == (1, None)
+    assert lockfile_check.adopt(path, store, CPU, anywhere=True) == (1, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic.bench import precision, precision_page
+from tensorlogic.bench import precision_page, precision_suite
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.system import heap_trim
 
@@ -20,13 +20,13 @@ CPU = torch.device("cpu")
 
 
 def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "SIZES", {"cpu": (48,)})
-    monkeypatch.setattr(precision, "BUDGETS", (1e-2, 1e-6))
+    monkeypatch.setattr(precision_suite, "SIZES", {"cpu": (48,)})
+    monkeypatch.setattr(precision_suite, "BUDGETS", (1e-2, 1e-6))
     kept: list[int] = []
-    found = precision.run(
+    found = precision_suite.run(
         [torch.device("cpu")], False, keep=lambda so_far: kept.append(len(so_far["strategies"]))
     )
-    precision.write(found, tmp_path / "r.json")
+    precision_suite.write(found, tmp_path / "r.json")
     again = json.loads((tmp_path / "r.json").read_text())
     rows = {r["way"]: r for r in again["strategies"] if r["dtype"] == "f32"}
     assert rows[EAGER]["error"] < 1e-7 < rows["torch.bf16"]["error"] < 1e-2
@@ -36,7 +36,7 @@ def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     assert all(r["kept"] for r in again["adaptive"])
     assert kept == sorted(kept)
-    text = precision.table(again)
+    text = precision_suite.table(again)
     assert "x PyTorch" in text
     monkeypatch.setattr(precision_page, "ASKED", 48)
     page = precision_page.tables(again)
@@ -56,7 +56,7 @@ def test_memory_that_the_heap_had_kept_is_counted(others: int) -> None:
     behind a program break that another part of the process has moved, glibc itself never gives them back."""
     program = (
         "import ctypes, torch\n"
-        "from tensorlogic.bench import precision\n"
+        "from tensorlogic.bench import precision_suite as precision\n"
         "for mib in (31, 20): torch.ones(mib << 20, dtype=torch.uint8)\n"  # the second one stays in the heap
         f"ctypes.CDLL(None).sbrk({others})\n"
         "ones = lambda: torch.ones(8 << 20, dtype=torch.uint8)\n"

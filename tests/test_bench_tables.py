@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from tensorlogic.bench import facts, figures, readme, summary, tables
-from tensorlogic.bench.problems import Problem
-from tensorlogic.bench.results import OURS, Results
+from tensorlogic.bench import facts, figures, readme, text_table
+from tensorlogic.bench.report import summary as report_summary
+from tensorlogic.bench.report import tables as report_tables
+from tensorlogic.bench.result_file import OURS, Results
+from tensorlogic.bench.terminal.user_error import Problem
 
 from .support.bench import held, made
 from .support.bench import tiny as tiny  # the fixture
@@ -21,29 +23,33 @@ def test_summary_and_tables_show_losses() -> None:
         made(10, 20, size=128), made(30, 20, size=256), made(0, 0, size=512, status="failed")
     )
     found.rows[2].reason = "out of memory"
-    text = "\n".join(summary.lines(found))
+    text = "\n".join(report_summary.lines(found))
     assert "wins 1, even 0, loses 1 of 2" in text
     assert "loses: linear f16 (256 0.67x)" in text
     assert "not timed: fusion linear 512 f16: out of memory" in text
-    lines = tables.markdown(tables.columns(found), found.timed).splitlines()
+    lines = report_tables.markdown(report_tables.columns(found), found.timed).splitlines()
     assert "**0.67" in lines[3]
     assert "**" not in lines[2]
-    assert tables.plain(tables.columns(found), found.timed).splitlines()[0].startswith("operation")
+    assert (
+        text_table.plain(report_tables.columns(found), found.timed)
+        .splitlines()[0]
+        .startswith("operation")
+    )
 
 
 def test_gpu_runs_show_host_time() -> None:
     found = held(made(10, 20, host=True), kind="cuda")
-    head, row = tables.plain(tables.columns(found), found.timed).splitlines()
+    head, row = text_table.plain(report_tables.columns(found), found.timed).splitlines()
     assert head.count("host") == 2
     assert row.count("2.00 [") == 3
-    assert any(line.startswith("fusion, host time: 2.00x") for line in summary.lines(found))
+    assert any(line.startswith("fusion, host time: 2.00x") for line in report_summary.lines(found))
 
 
 def test_unsteady_runs_are_said() -> None:
     rows_ = [made(10, 20, size=n) for n in range(1, 6)]
     for row in rows_:
         row.device_us[OURS] = [1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
-    assert "5 of 5 rows vary" in summary.lines(held(*rows_))[-1]
+    assert "5 of 5 rows vary" in report_summary.lines(held(*rows_))[-1]
 
 
 def test_readme_tables_follow_their_files(

@@ -15,8 +15,8 @@ import pytest
 
 import tensorlogic
 from tensorlogic import cli, doctor, doctor_cpu, exits
-from tensorlogic.bench import results, rows
-from tensorlogic.bench.results import Ceilings
+from tensorlogic.bench import measure_case, result_file
+from tensorlogic.bench.result_file import Ceilings
 from tensorlogic.core import op as core_op
 from tensorlogic.cpu_overrides import enable, overrides
 
@@ -35,9 +35,9 @@ sys.exit(code)
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "QUICK", rows.Effort(5, 0.005))
+    monkeypatch.setattr(measure_case, "QUICK", measure_case.Effort(5, 0.005))
     monkeypatch.setattr(
-        "tensorlogic.bench.ceilings.find",
+        "tensorlogic.bench.machine_limits.find",
         lambda *_: Ceilings([(8192, 1.0)], {"f32": 1.0}, {"torch": 1.0}),
     )
 
@@ -166,7 +166,7 @@ def test_bench_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )  # whatever else runs here
     slower = tmp_path / "b.json"
     slower.write_text(path.read_text())
-    _times(slower, lambda values: [20 * v for v in values], (results.OURS,))
+    _times(slower, lambda values: [20 * v for v in values], (result_file.OURS,))
     assert cli.main(["compare", str(path), str(slower)]) == 1
     assert "2 worse" in capsys.readouterr().out
     assert cli.main(["compare", str(path), str(slower), "--margin", "99"]) == 0
@@ -175,7 +175,7 @@ def test_bench_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def _times(
     path: Path, changed: Callable[[list[float]], list[float]], names: tuple[str, ...] = ()
 ) -> None:
-    found = results.load(path)
+    found = result_file.load(path)
     for row in found.rows:
         for name in names or tuple(row.device_us):
             row.device_us[name] = changed(row.device_us[name])
@@ -188,7 +188,7 @@ def test_interrupted_bench_says_so(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rows, "measured", stop)
+    monkeypatch.setattr(measure_case, "measured", stop)
     path = tmp_path / "a.json"
     assert (
         cli.main(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tensorlogic import cli, doctor, doctor_cpu, exits
-from tensorlogic.bench import precision, session
+from tensorlogic.bench import precision_suite, session
 from tensorlogic.core import policy
 from tensorlogic.plans import file_format
 from tensorlogic.system import atomic_file
@@ -266,9 +266,9 @@ def test_the_suite_precision_measures_the_device_that_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[list[torch.device]] = []
-    monkeypatch.setattr(precision, "run", lambda devices, *_: asked.append(devices))
-    monkeypatch.setattr(precision, "write", lambda *_: None)
-    monkeypatch.setattr(precision, "table", lambda _: "")
+    monkeypatch.setattr(precision_suite, "run", lambda devices, *_: asked.append(devices))
+    monkeypatch.setattr(precision_suite, "write", lambda *_: None)
+    monkeypatch.setattr(precision_suite, "table", lambda _: "")
     monkeypatch.setattr(session, "pick_device", torch.device)
     tokens = ["bench", "--suite", "precision", "--json", str(tmp_path / "a.json"), "--device"]
     assert [cli.main([*tokens, d]) for d in ("cuda:1", "cpu", "mps")] == [0, 0, exits.REFUSED]

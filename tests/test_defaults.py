@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import tensorlogic
 from tensorlogic.autotune import tune
-from tensorlogic.bench import rows
+from tensorlogic.bench import measure_case
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.op import OPS
@@ -41,7 +41,7 @@ def test_no_candidate_is_refused_for_it(name: str, default: torch.dtype) -> None
         tune._backward(dispatcher.call(op, leaves))
 
     for case in kinds.values():
-        for its, key, device in rows.meet(step, tuple(case)):
+        for its, key, device in measure_case.meet(step, tuple(case)):
             checker = Checker(its, key, device)
             for c in its.candidates.values():
                 if c.id == EAGER or c.id.startswith("triton.") or c.unfit(key):

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from tensorlogic import cli
-from tensorlogic.bench import heat, opportunities, report, report_forms, results
-from tensorlogic.bench.problems import Problem
-from tensorlogic.bench.results import OURS, Ceilings, Results, Row
+from tensorlogic.bench import result_file
+from tensorlogic.bench.report import heatmap, render
+from tensorlogic.bench.report import opportunities as report_opportunities
+from tensorlogic.bench.report import report as report_report
+from tensorlogic.bench.result_file import OURS, Ceilings, Results, Row
+from tensorlogic.bench.terminal.user_error import Problem
 
 FILES = Path(__file__).parents[1] / "benchmarks" / "results"
 LIMIT = 2 << 20  # bytes of a page
@@ -73,7 +76,7 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def page() -> str:
     """The page of the largest committed file."""
-    return report_forms.html(report.read([FILES / "h200.json"]))
+    return render.html(report_report.read([FILES / "h200.json"]))
 
 
 def test_the_page_needs_nothing_else(page: str) -> None:
@@ -103,8 +106,8 @@ def test_every_plot_has_units_and_a_legend(page: str) -> None:
 
 
 def test_losses_have_a_colour_of_their_own(page: str) -> None:
-    loaded = results.load(FILES / "h200.json")
-    grids = [g for clock in ("device", "host") for g in heat.speeds(loaded, clock)]
+    loaded = result_file.load(FILES / "h200.json")
+    grids = [g for clock in ("device", "host") for g in heatmap.speeds(loaded, clock)]
     lost = sum(g.count("loss") for g in grids)
     assert lost > 0
     assert len(re.findall(r'<td class="loss\d"', page)) == lost
@@ -125,7 +128,7 @@ def test_parts_of_the_page(page: str) -> None:
 def test_before_and_after() -> None:
     old = run(row("linear", 128, 20, 20), row("linear", 256, 20, 20), row("affine", 128, 10, 20))
     new = run(row("linear", 128, 10, 20), row("linear", 256, 30, 20), row("affine", 128, 10, 20))
-    made = report.make(new, old)
+    made = report_report.make(new, old)
     (part,) = (p for p in made.parts if p.title == "Before and after")
     assert "1 worse, 1 better, 1 unchanged" in part.texts[0]
     (grid,) = part.grids
@@ -134,9 +137,9 @@ def test_before_and_after() -> None:
     expected = next(t for t in part.tables if t.title == "expected and obtained")
     linear = next(line for line in expected.lines if line[0] == "linear f16")
     assert linear[3] == "1.00x"  # 40 us before, 40 us after
-    assert "before and after" in report_forms.html(made)
+    assert "before and after" in render.html(made)
     with pytest.raises(Problem, match="device: B before, A after"):
-        report.make(new, run(row("linear", 128, 1, 1), device="B"))
+        report_report.make(new, run(row("linear", 128, 1, 1), device="B"))
 
 
 def test_files_that_cannot_be_shown(
@@ -172,7 +175,7 @@ def test_a_narrow_terminal_without_colour(
     monkeypatch.setenv("COLUMNS", "60")
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    report_forms.show(report.read([FILES / "cpu.json"], drawn=False))
+    render.show(report_report.read([FILES / "cpu.json"], drawn=False))
     out = capsys.readouterr().out
     assert "\x1b[" not in out
     assert max(map(len, out.splitlines())) <= 60
@@ -193,26 +196,30 @@ def test_markdown_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_opportunities_of_the_program() -> None:
     product = row("matmul", 512, 200, 210, dtype="f32", category="matmul", flops=2e7)
-    found = opportunities.found(run(product, gflops={"f32": 100.0, "bf16": 400.0}))
+    found = report_opportunities.found(run(product, gflops={"f32": 100.0, "bf16": 400.0}))
     (other,) = (o for o in found if "bf16" in o.cause)
     assert (other.what, other.priority, other.effort) == ("products in f32: matmul", "high", "low")
     assert other.above_us == pytest.approx(200 - 50, rel=0.02)  # 2e7 operations at 400 GFLOPS
     assert other.gain == pytest.approx(4, rel=0.05)
     small = row("add_relu", 128, 10, 20)
     small.host_us = {OURS: [45.0] * 7, "separate": [60.0] * 7}
-    (launch,) = (o for o in opportunities.found(run(small, kind="cuda")) if "launch" in o.cause)
+    (launch,) = (
+        o for o in report_opportunities.found(run(small, kind="cuda")) if "launch" in o.cause
+    )
     assert launch.above_us == pytest.approx(35)
     assert "tensorlogic.capture" in launch.remedy
     small.host_us = {OURS: [15.0] * 7, "separate": [60.0] * 7}
-    assert not [o for o in opportunities.found(run(small, kind="cuda")) if "launch" in o.cause]
+    assert not [
+        o for o in report_opportunities.found(run(small, kind="cuda")) if "launch" in o.cause
+    ]
     moves = [row("transfer", 1 << 20, us, us, category="transfer", detail=detail)
              for us, detail in ((50, "to device, pageable"), (20, "to device, pinned"))]  # fmt: skip
-    (moved,) = opportunities.found(run(*moves, kind="cuda"))
+    (moved,) = report_opportunities.found(run(*moves, kind="cuda"))
     assert (moved.what, moved.above_us) == ("transfer: to device, pageable", pytest.approx(30))
     served = [
         row("linear", n, us, us, category="batch") for n, us in ((1, 100), (8, 120), (64, 800))
     ]
-    (batch,) = (o for o in opportunities.found(run(*served)) if "small requests" in o.what)
+    (batch,) = (o for o in report_opportunities.found(run(*served)) if "small requests" in o.what)
     assert "collect requests up to batch 64" in batch.remedy
     assert batch.above_us == pytest.approx(64 * 100 - 800)
 
@@ -232,7 +239,7 @@ def test_opportunities_of_the_program() -> None:
 def test_causes(given: Row, cause: str) -> None:
     limits = run(given, gflops={"f16": 1.0, "f32": 1.0})
     limits.ceilings.copy.append((1 << 24, 200.0))
-    (found,) = opportunities.found(limits)
+    (found,) = report_opportunities.found(limits)
     assert cause in found.cause
     assert found.remedy
 
@@ -241,7 +248,7 @@ def test_few_tiles_leave_multiprocessors_idle() -> None:
     given = row("linear", 128, 50, 90, candidate="triton.tiled", shapes=[[128, 128]])
     small = run(given, kind="cuda", gflops={"f16": 1.0})
     small.machine["gpu"] = {"multiprocessors": 132}
-    assert "low occupancy" in opportunities.found(small)[0].cause
+    assert "low occupancy" in report_opportunities.found(small)[0].cause
 
 
 MISSED = re.compile(r"^MISS (\w+) .*?\s([\d.e-]+) x?\s+target ([≤≥]) ([\d.]+)$", re.MULTILINE)
@@ -257,7 +264,7 @@ def test_opportunities_name_the_largest_gaps_beside_other_peers(name: str) -> No
     }
     largest = sorted(gaps, key=gaps.__getitem__, reverse=True)[:3]
     assert bool(largest) == ("\nMISS " in text)
-    found = opportunities.found(results.load(FILES / f"{name}.json"))
+    found = report_opportunities.found(result_file.load(FILES / f"{name}.json"))
     for op, number in largest:
         small = gaps[op, number] < 1.05  # of the time: named, but nothing to begin with
         named = " ".join(o.what for o in found if small or o.priority != "low")
@@ -267,11 +274,12 @@ def test_opportunities_name_the_largest_gaps_beside_other_peers(name: str) -> No
 def test_bench_ends_with_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tensorlogic.bench import rows
+    from tensorlogic.bench import measure_case
 
-    monkeypatch.setattr(rows, "QUICK", rows.Effort(5, 0.005))
+    monkeypatch.setattr(measure_case, "QUICK", measure_case.Effort(5, 0.005))
     monkeypatch.setattr(
-        "tensorlogic.bench.ceilings.find", lambda *_: Ceilings([(8192, 1.0)], {"f32": 1.0}, {})
+        "tensorlogic.bench.machine_limits.find",
+        lambda *_: Ceilings([(8192, 1.0)], {"f32": 1.0}, {}),
     )
     path = tmp_path / "a.json"
     tokens = "bench --quick --op add --size 64 --dtype f32 --device cpu --report --json"
@@ -289,7 +297,7 @@ def test_goals_that_are_missed_are_among_the_opportunities(measured: str, peers:
     """What is furthest from its goal beside the peers is named to whoever reads the list."""
     lines = (FILES / peers).read_text().splitlines()
     missed = {line.split()[1] for line in lines if line.startswith("MISS")}
-    named = [o.what for o in opportunities.found(results.load(FILES / measured))]
+    named = [o.what for o in report_opportunities.found(result_file.load(FILES / measured))]
     assert missed or "0 missed" in lines
     for op in missed:
         assert any(op in what.replace(",", " ").split() for what in named), op

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tensorlogic import cli
-from tensorlogic.bench.problems import Problem
+from tensorlogic.bench.terminal.user_error import Problem
 from tensorlogic.compiler.reporting import op_profile as profiling
 from tensorlogic.compiler.reporting import remedies
 from tensorlogic.measure.opportunity import Opportunity

@@ -28,7 +28,7 @@ os.environ["TRITON_CACHE_DIR"] = os.environ["TENSORLOGIC_CACHE_DIR"] + "/triton"
 import torch
 
 import tensorlogic
-from tensorlogic.bench import rows
+from tensorlogic.bench import measure_case
 from tensorlogic.core import policy
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.core.key import Key
@@ -102,7 +102,7 @@ def with_plans(device: torch.device) -> None:
     """First calls where shipped plans answer, a line a case; then the same in a process that finds this one's kernels."""
     for name, fn, args in cases():
         first, second = waited_ms(fn, args), waited_ms(fn, args)
-        op, key, _ = rows.meet(fn, args)[0]
+        op, key, _ = measure_case.meet(fn, args)[0]
         served = dispatch_selector.decide(op, key, device, policy.current())
         print(
             f"{name}: first call {first:.1f} ms, second {second:.2f}, by {served.eager[0]} ({served.source})",
@@ -133,7 +133,7 @@ def main() -> None:
         store.SHIPPED = FOLDER
         with torch.no_grad():
             first, second = waited_ms(fn, args), waited_ms(fn, args)
-            op, key, _ = rows.meet(fn, args)[0]
+            op, key, _ = measure_case.meet(fn, args)[0]
             served = dispatch_selector.decide(op, key, device, policy.current())
             learned = tensorlogic.tune(fn, *args)
             plan = open_stores.current(device).get(key)

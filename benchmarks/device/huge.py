@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic.bench import rows
+from tensorlogic.bench import measure_case
 from tensorlogic.core import policy
 from tensorlogic.core.op import OPS
 from tensorlogic.dispatch import candidate_loading
@@ -306,7 +306,7 @@ def main() -> int:
         if only not in case.name:
             continue
         with tensorlogic.policy(tune="off"):
-            op, key, _ = rows.meet(case.call, case.args)[0]
+            op, key, _ = measure_case.meet(case.call, case.args)[0]
         for id in [id for id in op.candidates if id.startswith(OURS)]:
             with tensorlogic.policy(force=id, tune="off"):
                 decision = dispatch_selector.decide(op, key, DEVICE, policy.current())

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drawn_timing import Replayed
 
 import tensorlogic
-from tensorlogic.bench import rows
+from tensorlogic.bench import measure_case
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
 from tensorlogic.dispatch import candidate_loading
@@ -58,7 +58,7 @@ def met(fn: Callable[..., Any], args: tuple[Any, ...], recorded: bool) -> tuple[
     if recorded:
         args = tuple(a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in args)
     with torch.set_grad_enabled(recorded):
-        op, key, _ = rows.meet(fn, args)[0]
+        op, key, _ = measure_case.meet(fn, args)[0]
     return op, key
 
 

@@ -19,9 +19,9 @@ from ..core import dtypes, policy
 from ..core.op import OPS, Op
 from ..dispatch import explain, fast_path
 from ..ops.linear import linear_residual_relu
-from . import sizes
 from .cases import RECIPES, Maker
-from .problems import Problem
+from .terminal import size_text
+from .terminal.user_error import Problem
 
 FLOATS = ("f16", "bf16", "f32", "f64")
 
@@ -84,7 +84,7 @@ def call(
     for (name, required), text in zip(tensors, texts, strict=False):
         if text != "-":
             with _memory(op):
-                kwargs[name] = _tensor(name, sizes.shape(text), maker, kwargs)
+                kwargs[name] = _tensor(name, size_text.shape(text), maker, kwargs)
         elif required:
             raise Problem(f"{op} requires {name}; '-' leaves out optional tensors only")
     kwargs |= given

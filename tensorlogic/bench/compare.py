@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..measure.timer import interval
-from .problems import Problem, tolerated
-from .results import Results, Row
-from .sizes import short
-from .summary import clocks
-from .tables import aligned
+from .machine_info import clocks
+from .result_file import Results, Row
+from .terminal.size_text import short
+from .terminal.user_error import Problem, tolerated
+from .text_table import aligned
 
 ORDER = ("broken", "worse", "better", "unchanged", "mended", "gone", "new")
 HARDWARE = ("device", "kind", "threads")

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .ceilings import Floors
-from .problems import Problem
-from .results import Results, Row
-from .sizes import short
+from .machine_limits import Floors
+from .result_file import Results, Row
+from .terminal.size_text import short
+from .terminal.user_error import Problem
 
 # the notes' speed over separate operations, by side of the matrices
 FUSED = {

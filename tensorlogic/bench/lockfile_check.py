@@ -18,7 +18,7 @@ from ..measure import isolation, timer, verification
 from ..plans import environment, lockfile
 from ..plans.plan import Plan
 from ..plans.store import PlanStore
-from .progress import Tick
+from .terminal.progress import Tick
 
 GOOD = "good"
 

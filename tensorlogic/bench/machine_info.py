@@ -18,6 +18,7 @@ from ..native import cpu_library
 from ..plans.environment import environment
 from ..system import hardware, settings
 from ..system.package import version
+from .result_file import Results
 
 PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")
 FOLDER = re.compile(r"(?<==)/[^\s,]*/")  # of the compiler PyTorch was built with
@@ -161,3 +162,8 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def clocks(results: Results) -> tuple[str, ...]:
+    """Whose time the rows hold."""
+    return ("device", "host") if results.kind == "cuda" else ("device",)

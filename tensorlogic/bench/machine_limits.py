@@ -18,7 +18,7 @@ from ..kernels.cpu import onednn
 from ..measure import timer
 from ..ops.pointwise import add
 from .cases import Maker
-from .results import Ceilings, Results, Row
+from .result_file import Ceilings, Results, Row
 
 MIB = 1 << 20
 PRODUCTS = ("matmul", "fusion", "batch")  # categories whose rows may be bound by arithmetic

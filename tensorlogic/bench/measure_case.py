@@ -19,7 +19,7 @@ from ..dispatch import selector as dispatch_selector
 from ..measure import timer
 from ..plans import open_stores
 from .cases import DROP, RECIPES, Case, Maker, Recipe, dropout_error, nbytes, shapes, transfer
-from .results import OURS, Row, rounded
+from .result_file import OURS, Row, rounded
 
 # inputs of more bytes than this exceed every cache, so one set of them is enough
 ALONE = 1 << 28

@@ -29,9 +29,9 @@ from ..mixed_precision import adaptive as mixed_precision_adaptive
 from ..mixed_precision import candidate_order
 from ..ops.matmul import matmul
 from ..system import heap_trim
-from . import machine
-from .results import write_text
-from .tables import aligned
+from . import machine_info
+from .result_file import write_text
+from .text_table import aligned
 
 FORMAT = "tensorlogic precision"
 SIZES = {"cpu": (512, 1000, 2048), "cuda": (4096, 1024, 8192, 1000, 2048)}
@@ -85,8 +85,8 @@ def run(
     found: dict[str, Any] = {
         "format": FORMAT,
         "schema": 1,
-        "machine": machine.describe(devices[-1]),
-        "before": machine.state(devices[-1]),
+        "machine": machine_info.describe(devices[-1]),
+        "before": machine_info.state(devices[-1]),
         "peaks": PEAKS,
         "strategies": [],
         "adaptive": [],
@@ -117,7 +117,7 @@ def run(
                 if quick or n in MIXED[device.type]:
                     tick(f"{device.type} {n} mixed")
                     found["mixed"].append(mixed(n, device))
-    found["after"] = machine.state(devices[-1])
+    found["after"] = machine_info.state(devices[-1])
     return found
 
 

@@ -26,10 +26,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..system.hardware import title
-from . import facts, figures, summary, tables
-from .problems import Problem
-from .results import Results, Row, load
-from .sizes import parse
+from . import facts, figures
+from .report import summary as report_summary
+from .report import tables as report_tables
+from .result_file import Results, Row, load
+from .terminal.size_text import parse
+from .terminal.user_error import Problem
 
 BLOCK = re.compile(
     r"<!-- (?P<kind>bench|figures|fact) (?P<spec>[^>]+?) -->(?P<break>\n?)(?P<body>.*?)<!-- end (?P=kind) -->",
@@ -77,7 +79,7 @@ def _block(spec: str, folder: Path) -> str:
     name, *options = spec.split()
     results = load(folder / name)
     given = dict(o.split("=", 1) for o in options if "=" in o)
-    shown = {"show=summary": summary.lines, "show=losses": summary.losses}
+    shown = {"show=summary": report_summary.lines, "show=losses": report_summary.losses}
     strange = [o for o in options if o.partition("=")[0] not in FIELDS and o not in shown]
     if strange:
         raise Problem(
@@ -88,9 +90,9 @@ def _block(spec: str, folder: Path) -> str:
         if option in shown:
             return "\n".join(["```text", about, *shown[option](results), "```"])
     rows = [r for r in results.timed if _wanted(r, given)]
-    known = [c for c in tables.columns(results) if c.head in HEADS]
+    known = [c for c in report_tables.columns(results) if c.head in HEADS]
     chosen = [c for c in known if c.essential or any(c.cell(r) for r in rows)]
-    return f"{about}\n\n{tables.markdown(chosen, rows)}"
+    return f"{about}\n\n{report_tables.markdown(chosen, rows)}"
 
 
 def _about(results: Results) -> str:

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from ..core import policy
-from . import compare, machine, rows, session
+from . import compare, machine_info, measure_case, session
 from .cases import CATEGORIES, Case
-from .problems import Problem
-from .progress import Tick
-from .results import Results, Row, load
-from .summary import clocks
-from .tables import aligned
+from .machine_info import clocks
+from .result_file import Results, Row, load
+from .terminal.progress import Tick
+from .terminal.user_error import Problem
+from .text_table import aligned
 
 SAMPLE = 12  # rows that are measured again
 MARGIN = 0.15  # by which the speed over PyTorch may differ
@@ -70,7 +70,7 @@ def verify(path: Path, tick: Tick = lambda done, total, text: None) -> Verified:
     if not known.timed:
         raise Problem(f"{path} holds no timed row")
     device = session.pick_device(known.kind)
-    fresh = machine.describe(device)
+    fresh = machine_info.describe(device)
     here = replace(known, machine=fresh, complete=True)
     other = compare.hardware(known, here)
     if other:
@@ -92,9 +92,9 @@ def verify(path: Path, tick: Tick = lambda done, total, text: None) -> Verified:
 def _again(row: Row, known: Results, device: torch.device) -> list[compare.Change]:
     """How a row compares with itself measured now; the best of some attempts."""
     case = Case(row.category, row.op, row.size, row.dtype, device.type, row.detail)
-    effort = rows.QUICK if known.run.get("quick") else rows.FULL
+    effort = measure_case.QUICK if known.run.get("quick") else measure_case.FULL
     for _ in range(ATTEMPTS):
-        now = rows.measured(case, device, effort)
+        now = measure_case.measured(case, device, effort)
         changes = compare.changes(row, now, clocks(known), MARGIN, False)
         if not any(_off(c) for c in changes):
             break

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..measure.timer import Samples
 from ..system import atomic_file
-from .problems import Problem
+from .terminal.user_error import Problem
 
 FORMAT = "tensorlogic bench"
 SCHEMA = 1

@@ -18,12 +18,12 @@ from ..plans import open_stores
 from ..plans.plan import Plan
 from ..plans.store import PlanStore
 from ..system import compile_pool, settings
-from . import ceilings, machine, rows, suites
+from . import machine_info, machine_limits, measure_case, suites
 from .cases import Case
-from .problems import Problem
-from .progress import Tick
-from .results import Results, Row, load
-from .tables import aligned
+from .result_file import Results, Row, load
+from .terminal.progress import Tick
+from .terminal.user_error import Problem
+from .text_table import aligned
 
 SAVE_EVERY_S = 5.0
 METHOD = {
@@ -98,8 +98,8 @@ def bench(
     where = pick_device(device)
     selection = suites.Selection(where.type, quick, tuple(ops), tuple(sizes), tuple(dtypes))
     cases = suites.cases(selection)
-    effort = rows.QUICK if quick else rows.FULL
-    before = machine.state(where)
+    effort = measure_case.QUICK if quick else measure_case.FULL
+    before = machine_info.state(where)
     run = {
         "quick": quick,
         "selection": asdict(selection),
@@ -107,14 +107,14 @@ def bench(
         "method": METHOD,
         "before": before,
     }
-    results = Results(machine.describe(where), run)
-    run["busy"] = machine.busy(before, results.machine["usable_cores"])
+    results = Results(machine_info.describe(where), run)
+    run["busy"] = machine_info.busy(before, results.machine["usable_cores"])
     path = Path(json) if json is not None else _default_path(results)
     results.rows = _kept(results, path) if resume else []
     if results.rows:
         run["kept"] = len(results.rows)  # of an earlier run: time and state are of the others
     results.write(path)
-    begin, others = time.perf_counter(), machine.Others()
+    begin, others = time.perf_counter(), machine_info.Others()
     try:
         with policy.measuring():
             _measure(results, cases, where, effort, tick)
@@ -123,26 +123,30 @@ def bench(
         run["interrupted"] = True
     run["seconds"] = round(time.perf_counter() - begin, 1)
     run["others"] = others.share(results.machine["usable_cores"])
-    run["after"] = after = machine.state(where)
-    run["throttled"] = machine.throttled(after)
+    run["after"] = after = machine_info.state(where)
+    run["throttled"] = machine_info.throttled(after)
     results.write(path)
     return results
 
 
 def _measure(
-    results: Results, cases: list[Case], device: torch.device, effort: rows.Effort, tick: Tick
+    results: Results,
+    cases: list[Case],
+    device: torch.device,
+    effort: measure_case.Effort,
+    tick: Tick,
 ) -> None:
     have = {r.id for r in results.rows}
     todo = [c for c in cases if c.id not in have]
     tick(0, len(todo), "limits of this machine")
     dtypes = list(dict.fromkeys(c.dtype for c in cases))
-    results.ceilings = ceilings.find(device, dtypes, effort.budget_s)
+    results.ceilings = machine_limits.find(device, dtypes, effort.budget_s)
     if device.type == "cuda":
         _prepare(todo, device, tick)
     saved = time.monotonic()
     for done, case in enumerate(todo):
         tick(done, len(todo), case.id)
-        results.rows.append(rows.measured(case, device, effort))
+        results.rows.append(measure_case.measured(case, device, effort))
         if time.monotonic() - saved > SAVE_EVERY_S and results.path is not None:
             results.write(results.path)
             saved = time.monotonic()
@@ -155,11 +159,11 @@ def _measure(
 def _prepare(cases: list[Case], device: torch.device, tick: Tick) -> None:
     """Compile in all workers and measure every key before the first row is timed, so that no compiler disturbs a row."""
     with torch.no_grad():
-        compile_pool.submit(rows.kernels(cases, device))
+        compile_pool.submit(measure_case.kernels(cases, device))
     for done, case in enumerate(cases):
         if case.category != "transfer":
             tick(done, len(cases), f"tuning {case.id}")
-            rows.tuned(case, device)
+            measure_case.tuned(case, device)
 
 
 def _kept(results: Results, path: Path) -> list[Row]:
@@ -213,11 +217,11 @@ def tune(
     total = Learned()
     if where.type == "cuda":
         with torch.no_grad():
-            compile_pool.submit(rows.kernels(cases, where))
+            compile_pool.submit(measure_case.kernels(cases, where))
     for done, case in enumerate(cases):
         tick(done, len(cases), case.id)
         with policy.measuring():
-            learned = rows.tuned(case, where)
+            learned = measure_case.tuned(case, where)
         if learned is None:
             total.unmeasured.append(case.id)
             continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..core.op import OPS
 from .cases import CATEGORIES, RECIPES, SQUARE, TRANSFERS, Case
-from .problems import Problem
+from .terminal.user_error import Problem
 
 K, M = 1 << 10, 1 << 20
 LARGEST_SIDE = 32 * K

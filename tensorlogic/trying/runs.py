@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.problems import Problem
-from ..bench.progress import Tick
+from ..bench.terminal.progress import Tick
+from ..bench.terminal.user_error import Problem
 from ..measure.opportunity import Opportunity
 from ..system.package import FOLDER
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..bench.problems import Problem
-from ..bench.results import write_text
-from ..bench.tables import aligned
+from ..bench.result_file import write_text
+from ..bench.terminal.user_error import Problem
+from ..bench.text_table import aligned
 from ..compiler.reporting import remedies
 from ..measure.opportunity import time_text
 from ..system.hardware import title

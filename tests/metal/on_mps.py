@@ -19,7 +19,7 @@ from torch import Tensor
 import tensorlogic
 from tensorlogic import doctor
 from tensorlogic.autotune import measure_key
-from tensorlogic.bench import ceilings, session
+from tensorlogic.bench import machine_limits, session
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.op import OPS
 from tensorlogic.dispatch import autograd, bound_call, candidate_loading, dispatcher
@@ -321,7 +321,10 @@ def optimize_serves() -> None:
 
 def the_benchmark_runs() -> None:
     """The same result file as elsewhere, for this device."""
-    ceilings.SIDES["mps"], ceilings.FOOTPRINTS["mps"] = (64,), (1 << 12,)  # what a CPU can bear
+    machine_limits.SIDES["mps"], machine_limits.FOOTPRINTS["mps"] = (
+        (64,),
+        (1 << 12,),
+    )  # what a CPU can bear
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m4.json"
         results = session.bench(

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic.bench import ceilings, rows, session
-from tensorlogic.bench.results import OURS, Ceilings, Results, Row
+from tensorlogic.bench import machine_limits, measure_case, session
+from tensorlogic.bench.result_file import OURS, Ceilings, Results, Row
 
-TINY = rows.Effort(5, 0.005)
+TINY = measure_case.Effort(5, 0.005)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short measurements, on one thread (other work on the machine then disturbs little)."""
-    monkeypatch.setattr(rows, "QUICK", TINY)
-    monkeypatch.setattr(ceilings, "FOOTPRINTS", {"cpu": (1 << 12, 1 << 16)})
-    monkeypatch.setattr(ceilings, "SIDES", {"cpu": (64,)})
+    monkeypatch.setattr(measure_case, "QUICK", TINY)
+    monkeypatch.setattr(machine_limits, "FOOTPRINTS", {"cpu": (1 << 12, 1 << 16)})
+    monkeypatch.setattr(machine_limits, "SIDES", {"cpu": (64,)})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .cases import SQUARE
-from .results import Results, Row
-from .sizes import short
+from ..cases import SQUARE
+from ..result_file import Results, Row
+from ..terminal.size_text import short
 
 Interval = tuple[float, float, float]
 # from which speed a win (or the inverse of a loss) takes a stronger colour

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ..measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity
-from .ceilings import PRODUCTS, Floors
-from .results import Results, Row
-from .sizes import short
+from ...measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity
+from ..machine_limits import PRODUCTS, Floors
+from ..result_file import Results, Row
+from ..terminal.size_text import short
 
 NEAR = 1.2  # times the floor: what is nearer is not worth the effort
 FASTER = 1.3  # what another dtype's products must be faster by

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .ceilings import Floors
-from .compare import Comparison
-from .drawing import FAINT, INK, LOSS, SERIES, Plot, drawn, legend, plain_numbers, size_axis, xy
-from .results import Results, Row
-from .sizes import short
+from ..compare import Comparison
+from ..machine_limits import Floors
+from ..result_file import Results, Row
+from ..terminal.size_text import short
+from .svg_style import FAINT, INK, LOSS, SERIES, Plot, drawn, legend, plain_numbers, size_axis, xy
 
 WORDS = {
     "matmul": "products",

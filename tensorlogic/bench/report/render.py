@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from textwrap import fill, wrap
 
-from .heat import Cell, Grid
-from .problems import Problem
+from ..result_file import write_text
+from ..terminal.user_error import Problem
+from ..text_table import aligned
+from .heatmap import Cell, Grid
 from .report import Part, Report, Table
-from .results import write_text
-from .tables import aligned
 
 CODE = re.compile(r"`([^`]+)`")
 Line = str | list[tuple[str, str]]

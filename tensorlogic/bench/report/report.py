@@ -6,12 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..measure.opportunity import time_text
-from . import compare, heat, opportunities, plots, summary, tables
-from .drawing import Plot
-from .heat import Cell, Grid
-from .results import Results, Row
-from .sizes import short
+from ...measure.opportunity import time_text
+from .. import compare, machine_info
+from ..result_file import Results, Row
+from ..terminal.size_text import short
+from . import heatmap
+from . import opportunities as report_opportunities
+from . import plots as report_plots
+from . import summary as report_summary
+from . import tables as report_tables
+from .heatmap import Cell, Grid
+from .svg_style import Plot
 
 FOLD = 12  # rows of a table that are shown unfolded
 RATIO = "time before over time after"
@@ -101,7 +106,7 @@ def date(results: Results) -> str:
 
 def noise(results: Results) -> list[str]:
     """Why a run's times may not be this machine's own."""
-    return [line.removeprefix("note: ") for line in summary.caveats(results)]
+    return [line.removeprefix("note: ") for line in report_summary.caveats(results)]
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
@@ -121,7 +126,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
         found.append(
             ("GPU", f"sm {gpu.get('capability')}, {gpu.get('memory_gib')} GiB, {gpu.get('multiprocessors')} multiprocessors")
         )  # fmt: skip
-    return [*found, *map(_limit, summary.limits(results))]
+    return [*found, *map(_limit, report_summary.limits(results))]
 
 
 def _limit(line: str) -> tuple[str, str]:
@@ -158,10 +163,13 @@ def make(
 
 def _summary(results: Results) -> Part:
     rows = results.timed
-    lines = [*summary.shares(results, rows), *summary.fusion(results, rows, names=False)]
-    lost = [g.count("loss") for g in heat.speeds(results)]
+    lines = [
+        *report_summary.shares(results, rows),
+        *report_summary.fusion(results, rows, names=False),
+    ]
+    lost = [g.count("loss") for g in heatmap.speeds(results)]
     lines.append(
-        f"{sum(lost)} of {sum(sum(g.count(v) for v in ('win', 'even', 'loss')) for g in heat.speeds(results))} "
+        f"{sum(lost)} of {sum(sum(g.count(v) for v in ('win', 'even', 'loss')) for g in heatmap.speeds(results))} "
         "rows are slower than PyTorch's best beyond doubt; they stand in red below."
     )
     lines += [f"not timed: {r.id}: {r.reason}" for r in results.rows if r.status != "ok"]
@@ -169,7 +177,7 @@ def _summary(results: Results) -> Part:
 
 
 def _opportunities(results: Results) -> Part:
-    every = opportunities.found(results)
+    every = report_opportunities.found(results)
     part = Part(
         "Opportunities",
         [
@@ -180,7 +188,7 @@ def _opportunities(results: Results) -> Part:
     )
     shown = [o for o in every if o.priority != "low"]
     rest = [o for o in every if o.priority == "low"]
-    heads = opportunities.HEADS
+    heads = report_opportunities.HEADS
     numbers = frozenset({"above the floor", "up to"})
     if shown:
         part.tables.append(Table("", heads, [o.cells for o in shown], numbers, cards=True))
@@ -196,10 +204,10 @@ def _opportunities(results: Results) -> Part:
 
 def _heat(results: Results) -> Part:
     part = Part("Speed over the best of PyTorch's ways")
-    for clock in summary.clocks(results):
+    for clock in machine_info.clocks(results):
         label = {"device": "device time", "host": "host time"}[clock]
-        for grid in heat.speeds(results, clock):
-            name = f"{grid.title}, {label}" if len(summary.clocks(results)) > 1 else grid.title
+        for grid in heatmap.speeds(results, clock):
+            name = f"{grid.title}, {label}" if len(machine_info.clocks(results)) > 1 else grid.title
             part.grids.append(Grid(name, grid.head, grid.lines))
     part.texts = [
         "Red is slower, beyond the 95 % interval. Grey is no difference that could be shown."
@@ -213,10 +221,12 @@ def _fusion(results: Results, drawn: bool) -> Part:
     if not fused:
         return part
     if drawn:
-        part.plots = [p for c in summary.clocks(results) for p in plots.fusion(results, c)]
+        part.plots = [
+            p for c in machine_info.clocks(results) for p in report_plots.fusion(results, c)
+        ]
     lines = []
     for row in fused:
-        speed, separate = tables.speed_text(row), tables.speed_text(row, "separate")
+        speed, separate = report_tables.speed_text(row), report_tables.speed_text(row, "separate")
         lines.append([row.op, short(row.size), row.dtype, row.candidate, speed, separate])
     head = ["operation", "size", "dtype", "candidate", "x best", "x separate"]
     numbers = frozenset({"size", "x best", "x separate"})
@@ -229,7 +239,7 @@ def _fusion(results: Results, drawn: bool) -> Part:
 def _categories(results: Results, drawn: bool) -> Part:
     part = Part("Over size")
     if drawn:
-        part.plots = [*plots.categories(results), *plots.batches(results)]
+        part.plots = [*report_plots.categories(results), *report_plots.batches(results)]
         part.texts = ["Solid: ours, shaded between the quartiles. Dashed: PyTorch's best. Dotted: the limit of this run."]  # fmt: skip
     return part if part.plots else Part(part.title)
 
@@ -237,7 +247,7 @@ def _categories(results: Results, drawn: bool) -> Part:
 def _roofline(results: Results, drawn: bool) -> Part:
     part = Part("Roofline")
     if drawn:
-        part.plots = plots.roofline(results)
+        part.plots = report_plots.roofline(results)
         part.texts = ["Every operation under the ceilings that this run has measured. Small ones cannot reach them: a launch takes longer than their work."]  # fmt: skip
     return part if part.plots else Part(part.title)
 
@@ -245,10 +255,10 @@ def _roofline(results: Results, drawn: bool) -> Part:
 def _errors(results: Results, drawn: bool) -> Part:
     part = Part("Errors beside speeds")
     if drawn:
-        part.plots = plots.errors(results)
+        part.plots = report_plots.errors(results)
     rows = [r for r in results.timed if r.error is not None and r.category != "transfer"]
     lines = [
-        [r.op, short(r.size), r.dtype, time_text(r.median_us()), tables.speed_text(r), _number(r.error), _number(r.eager_error)]
+        [r.op, short(r.size), r.dtype, time_text(r.median_us()), report_tables.speed_text(r), _number(r.error), _number(r.eager_error)]
         for r in rows
     ]  # fmt: skip
     head = ["operation", "size", "dtype", "time", "x best", "error", "PyTorch's error"]
@@ -313,16 +323,16 @@ def _changes(found: compare.Comparison, before: Results, after: Results, drawn: 
             return None
         return Cell(1 / c.ratio, 1 / c.high, 1 / c.low, c.note or c.verdict)
 
-    part.grids = heat.grids([r for r in after.timed if r.category != "transfer"], cell)
+    part.grids = heatmap.grids([r for r in after.timed if r.category != "transfer"], cell)
     if drawn:
-        part.plots = plots.changes(found)
+        part.plots = report_plots.changes(found)
     changed = sorted(found.changes, key=lambda c: compare.ORDER.index(c.verdict))
     lines = [c.cells() for c in changed if c.verdict != "unchanged"]
     head = ["operation", "size", "dtype", "clock", "verdict", "after / before", "note"]
     numbers = frozenset({"size", "after / before"})
     if lines:
         part.tables.append(Table("rows that changed", head, lines, numbers, folded=len(lines) > FOLD))  # fmt: skip
-    expected = opportunities.obtained(opportunities.found(before), before, after)
+    expected = report_opportunities.obtained(report_opportunities.found(before), before, after)
     if expected:
         head = ["opportunity before", "likely cause", "expected", "obtained"]
         part.tables.append(
@@ -333,8 +343,8 @@ def _changes(found: compare.Comparison, before: Results, after: Results, drawn: 
 
 def read(paths: Sequence[Path], *, mixed: bool = False, drawn: bool = True) -> Report:
     """The report of one file, or of an earlier and a later one; Problem as in `results.load` and `make`."""
-    from .problems import Problem
-    from .results import load
+    from ..result_file import load
+    from ..terminal.user_error import Problem
 
     if not 1 <= len(paths) <= 2:
         raise Problem(

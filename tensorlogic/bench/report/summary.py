@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from . import ceilings
-from .results import Results, Row
-from .sizes import short
+from .. import machine_limits
+from ..machine_info import clocks
+from ..result_file import Results, Row
+from ..terminal.size_text import short
 
 OTHERS = 0.1  # of the processors that other programs may take unmentioned
 # upper over lower quartile of a row that something else disturbed
@@ -71,7 +72,7 @@ def limits(results: Results) -> list[str]:
     for dtype in dict.fromkeys(
         [*results.ceilings.gflops, *(r.dtype for r in rows if r.category == "matmul")]
     ):
-        peak = ceilings.peak_gflops(results.ceilings, rows, dtype)
+        peak = machine_limits.peak_gflops(results.ceilings, rows, dtype)
         products = [r for r in rows if r.dtype == dtype and r.category in ("matmul", "fusion")]
         best = max(products, key=lambda r: r.gflops, default=None)
         reached = (
@@ -100,7 +101,7 @@ def limits(results: Results) -> list[str]:
 
 def shares(results: Results, rows: list[Row]) -> list[str]:
     """How near the categories come to the limits."""
-    parts, floors = [], ceilings.Floors(results)
+    parts, floors = [], machine_limits.Floors(results)
     for category in dict.fromkeys(r.category for r in rows):
         shares = [s for r in rows if r.category == category and (s := floors.share(r)) is not None]
         mean = geomean(shares)
@@ -181,8 +182,3 @@ def caveats(results: Results) -> list[str]:
 def _unsteady(row: Row) -> bool:
     values = sorted(row.samples().values[row.subject])
     return values[len(values) * 3 // 4] > UNSTEADY * values[len(values) // 4]
-
-
-def clocks(results: Results) -> tuple[str, ...]:
-    """Whose time the rows hold."""
-    return ("device", "host") if results.kind == "cuda" else ("device",)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .problems import Problem
-from .sizes import short
+from ..terminal.size_text import short
+from ..terminal.user_error import Problem
 
 INK, FAINT, LOSS = "#010101", "#020202", "#030303"
 SERIES = ("#040401", "#040402", "#040403", "#040404", "#040405", "#040406", "#040407")

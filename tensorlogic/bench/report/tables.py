@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from . import ceilings
-from .results import Results, Row
-from .sizes import short
+from .. import machine_limits
+from ..result_file import Results, Row
+from ..terminal.size_text import short
+from ..text_table import Column, plain
 
-Cell = Callable[[Row], str]
 NARROW = 110  # terminals of fewer columns get the essential ones only
-
-
-@dataclass(frozen=True)
-class Column:
-    """A heading and what stands under it."""
-
-    head: str
-    cell: Cell
-    left: bool = False
-    essential: bool = False
 
 
 def columns(results: Results) -> list[Column]:
     """All columns of a run."""
     rows, host = results.timed, results.kind == "cuda"
-    floors = ceilings.Floors(results)
+    floors = machine_limits.Floors(results)
     kept = [
         Column("operation", lambda r: f"{r.op} {r.detail}".strip(), left=True, essential=True),
         Column("size", lambda r: short(r.size), essential=True),
@@ -142,26 +131,6 @@ def _escaped(chosen: Sequence[Column], row: Row) -> list[tuple[Column, str]]:
     from rich.markup import escape
 
     return [(c, escape(c.cell(row))) for c in chosen]
-
-
-def plain(chosen: Sequence[Column], rows: Sequence[Row]) -> str:
-    """Aligned text."""
-    return aligned(
-        [[c.head for c in chosen], *[[c.cell(r) for c in chosen] for r in rows]],
-        [c.left for c in chosen],
-    )
-
-
-def aligned(cells: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
-    """Columns of equal width."""
-    widths = [max(len(line[i]) for line in cells) for i in range(len(left))]
-    pick = [str.ljust if to_left else str.rjust for to_left in left]
-    return "\n".join(
-        "  ".join(
-            pad(text, width) for pad, text, width in zip(pick, line, widths, strict=True)
-        ).rstrip()
-        for line in cells
-    )
 
 
 def _number(value: float) -> str:

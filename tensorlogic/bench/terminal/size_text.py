@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .problems import Problem
+from .user_error import Problem
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # digits: what is longer is no size that a machine could hold

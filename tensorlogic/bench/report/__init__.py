@@ -1,0 +1,1 @@
+"""What a result file says: tables, plots, opportunities, as HTML, Markdown and text."""

@@ -1,0 +1,1 @@
+"""What the benchmark shows while it runs."""

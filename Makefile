@@ -28,7 +28,7 @@ endif
 
 .PHONY: bench test tables site sanitize setup clean
 bench: setup
-	$(PYTHON) -m tensorlogic.cli bench $(BENCH) --json $(RESULT) --report
+	$(PYTHON) -m tensorlogic.cli.main bench $(BENCH) --json $(RESULT) --report
 
 # Several test processes share the cores: threads that wait by spinning would take them from each other. Some 200 tests start a
 # process of their own: bytecode is kept for them, whatever the environment says of it.

@@ -59,7 +59,7 @@ def _python(code: str, scope: dict[str, Any], where: str) -> str | None:
 
 
 def _shell(code: str, scope: dict[str, Any], where: str) -> str | None:
-    from tensorlogic.cli import main
+    from tensorlogic.cli.main import main
 
     for words in (shlex.split(line, comments=True) for line in code.splitlines()):
         said = io.StringIO()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic import cli
 from tensorlogic.bench import cases, compare, measure_case, result_check
 from tensorlogic.bench.result_file import OURS, Row
 from tensorlogic.bench.terminal.user_error import Problem
+from tensorlogic.cli import main
 
 from .support.bench import held, made, run
 from .support.bench import tiny as tiny  # the fixture
@@ -102,11 +102,11 @@ def test_a_file_is_verified_by_measuring_again(
     assert again.count("elementwise add 64 f32") == 1
     assert again.count("activation relu 64 f32") == result_check.ATTEMPTS
     assert "1 of 3 rows hold" in str(found)
-    assert cli.main(["bench", "--verify", str(path)]) == 1
+    assert main.main(["bench", "--verify", str(path)]) == 1
     assert "relu" in capsys.readouterr().out
     known.machine["environment"]["device"] = "another"
     known.write(path)
-    assert cli.main(["bench", "--verify", str(path)]) == 2
+    assert main.main(["bench", "--verify", str(path)]) == 2
     assert "of another machine" in capsys.readouterr().err
 
 

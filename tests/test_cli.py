@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import tensorlogic
-from tensorlogic import cli, doctor, doctor_cpu, exits
 from tensorlogic.bench import measure_case, result_file
 from tensorlogic.bench.result_file import Ceilings
+from tensorlogic.cli import doctor, doctor_cpu, exit_codes, main
 from tensorlogic.core import op as core_op
 from tensorlogic.cpu_overrides import enable, overrides
 
@@ -26,7 +26,7 @@ import sys, types
 package = types.ModuleType("tensorlogic")
 package.__path__ = [{path!r}]
 sys.modules["tensorlogic"] = package
-from tensorlogic.cli import main
+from tensorlogic.cli.main.main import main
 code = main({tokens!r})
 assert "torch" not in sys.modules, "help imports PyTorch"
 sys.exit(code)
@@ -155,11 +155,11 @@ def test_bench_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "--json",
         str(path),
     ]
-    assert cli.main(tokens) == 0
+    assert main.main(tokens) == 0
     out = capsys.readouterr().out
     assert "x eager" in out
     assert f"result file: {path}" in out.replace("\n", "") or str(path) in out
-    assert cli.main(["compare", str(path), str(path)]) == 0
+    assert main.main(["compare", str(path), str(path)]) == 0
     assert "2 unchanged" in capsys.readouterr().out
     _times(
         path, lambda values: [statistics.median(values)] * len(values)
@@ -167,9 +167,9 @@ def test_bench_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     slower = tmp_path / "b.json"
     slower.write_text(path.read_text())
     _times(slower, lambda values: [20 * v for v in values], (result_file.OURS,))
-    assert cli.main(["compare", str(path), str(slower)]) == 1
+    assert main.main(["compare", str(path), str(slower)]) == 1
     assert "2 worse" in capsys.readouterr().out
-    assert cli.main(["compare", str(path), str(slower), "--margin", "99"]) == 0
+    assert main.main(["compare", str(path), str(slower), "--margin", "99"]) == 0
 
 
 def _times(
@@ -191,7 +191,7 @@ def test_interrupted_bench_says_so(
     monkeypatch.setattr(measure_case, "measured", stop)
     path = tmp_path / "a.json"
     assert (
-        cli.main(
+        main.main(
             [
                 "bench",
                 "--quick",
@@ -227,26 +227,26 @@ def test_interrupted_bench_says_so(
 def test_requests_that_cannot_be_served(
     tokens: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(tokens) == 2
+    assert main.main(tokens) == 2
     assert reason in capsys.readouterr().err
 
 
 def test_unknown_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bogus"]) == 2
-    assert cli.main(["bench", "--bogus"]) == 2
-    assert cli.main(["--version"]) == 0
+    assert main.main(["bogus"]) == 2
+    assert main.main(["bench", "--bogus"]) == 2
+    assert main.main(["--version"]) == 0
     assert tensorlogic.__version__ in capsys.readouterr().out
 
 
 def test_explain_measures_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        cli.main(["explain", "add_relu", "--size", "32", "--dtype", "f32", "--device", "cpu"]) == 0
+        main.main(["explain", "add_relu", "--size", "32", "--dtype", "f32", "--device", "cpu"]) == 0
     )
     out = capsys.readouterr().out
     assert "add_relu inference a=f32[32,32] b=f32[32,32]" in out
     assert "(from: plan)" in out
     assert (
-        cli.main(
+        main.main(
             [
                 "explain",
                 "add_relu",
@@ -266,7 +266,7 @@ def test_explain_measures_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tune_then_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        cli.main(["tune", "--op", "add", "--size", "64", "--dtype", "f32", "--device", "cpu"]) == 0
+        main.main(["tune", "--op", "add", "--size", "64", "--dtype", "f32", "--device", "cpu"]) == 0
     )
     head, line, _, said = capsys.readouterr().out.splitlines()
     assert said.startswith("1 keys measured")
@@ -277,20 +277,20 @@ def test_tune_then_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert told
     ours, theirs, times = (float(told[i]) for i in (2, 3, 4))
     assert times == pytest.approx(theirs / ours, abs=0.2)
-    assert cli.main(["plans", "list", "--device", "cpu"]) == 0
+    assert main.main(["plans", "list", "--device", "cpu"]) == 0
     assert "add inference a=f32[64]" in capsys.readouterr().out
     lock = tmp_path / "lock.json"
-    assert cli.main(["plans", "export", str(lock), "--device", "cpu"]) == 0
-    assert cli.main(["plans", "verify", str(lock), "--margin", "5"]) == 0
-    assert cli.main(["plans", "import", str(lock), "--device", "cpu"]) == 0
+    assert main.main(["plans", "export", str(lock), "--device", "cpu"]) == 0
+    assert main.main(["plans", "verify", str(lock), "--margin", "5"]) == 0
+    assert main.main(["plans", "import", str(lock), "--device", "cpu"]) == 0
     capsys.readouterr()
     lock.write_text(lock.read_text().replace("torch.eager", "torch.eeger"))
-    assert cli.main(["plans", "verify", str(lock)]) == 2
+    assert main.main(["plans", "verify", str(lock)]) == 2
     assert "checksum" in capsys.readouterr().err
 
 
 def test_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.main(["doctor"])
+    code = main.main(["doctor"])
     out = capsys.readouterr().out
     assert "PyTorch" in out
     assert "plan store" in out
@@ -371,18 +371,18 @@ def test_output_that_nobody_reads_to_its_end() -> None:
     )  # fmt: skip
     os.close(writer)
     assert "Traceback" not in done.stderr
-    assert done.returncode == exits.UNREAD
+    assert done.returncode == exit_codes.UNREAD
 
 
 def test_export_leaves_out_what_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = ["--op", "mul", "--size", "64", "--dtype", "f32", "--device", "cpu"]
-    assert cli.main(["tune", *tokens]) == 0
+    assert main.main(["tune", *tokens]) == 0
     lock = str(tmp_path / "lock.json")
-    assert cli.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 0
+    assert main.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 0
     assert "left out" not in capsys.readouterr().out
     for candidate in core_op.OPS["mul"].candidates.values():
         monkeypatch.setitem(candidate.__dict__, "source", "other")
-    assert cli.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 2
+    assert main.main(["plans", "export", lock, "--op", "mul", "--device", "cpu"]) == 2
     assert "left out: what they chose has changed" in capsys.readouterr().out

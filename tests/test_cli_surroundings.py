@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic import cli, doctor, doctor_cpu, exits
 from tensorlogic.bench import precision_suite, session
+from tensorlogic.cli import doctor, doctor_cpu, exit_codes, main
 from tensorlogic.core import policy
 from tensorlogic.plans import file_format
 from tensorlogic.system import atomic_file
@@ -24,8 +24,8 @@ ONE = ["--size", "64", "--dtype", "f32", "--device", "cpu"]
 def lockfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """With the plan of add_relu at 64."""
     path = tmp_path / "lock.json"
-    assert cli.main(["tune", "--op", "add_relu", *ONE]) == 0
-    assert cli.main(["plans", "export", str(path), "--device", "cpu"]) == 0
+    assert main.main(["tune", "--op", "add_relu", *ONE]) == 0
+    assert main.main(["plans", "export", str(path), "--device", "cpu"]) == 0
     capsys.readouterr()
     return path
 
@@ -34,11 +34,11 @@ def test_commands_that_measure_do_so_beside_a_lockfile_of_the_environment(
     lockfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with policy.use(replace(policy.ROOT, lockfile=lockfile, entries={})):
-        assert cli.main(["tune", "--op", "mul_relu", *ONE]) == 0
+        assert main.main(["tune", "--op", "mul_relu", *ONE]) == 0
         assert "1 keys measured" in capsys.readouterr().out
-        assert cli.main(["explain", "add_relu", *ONE]) == 0
+        assert main.main(["explain", "add_relu", *ONE]) == 0
         assert "(from: lockfile)" in capsys.readouterr().out
-        assert cli.main(["explain", "mul_relu", *ONE]) == 0  # measured, and not locked
+        assert main.main(["explain", "mul_relu", *ONE]) == 0  # measured, and not locked
         said = capsys.readouterr().out
     assert "chosen: torch.eager" in said
     assert " us" in said
@@ -49,7 +49,7 @@ def test_bench_measures_beside_a_lockfile_of_the_environment(
 ) -> None:
     tokens = ["bench", "--quick", "--op", "mul_relu", *ONE, "--json", str(tmp_path / "a.json")]
     with policy.use(replace(policy.ROOT, lockfile=lockfile, entries={})):
-        assert cli.main(tokens) == 0
+        assert main.main(tokens) == 0
     assert "not timed" not in capsys.readouterr().out
 
 
@@ -60,12 +60,12 @@ def test_an_unusable_lockfile_is_said_not_raised(
     monkeypatch.setenv("TENSORLOGIC_LOCKFILE", str(path))
     monkeypatch.setattr(doctor_cpu, "compared", lambda: iter(()))
     with policy.use(policy._root()):
-        assert cli.main(["explain", "add_relu", *ONE, "--no-measure"]) == 2
+        assert main.main(["explain", "add_relu", *ONE, "--no-measure"]) == 2
         assert "does not exist" in capsys.readouterr().err
         found = {f.about: f for f in doctor.examine()}["TENSORLOGIC_LOCKFILE"]
         assert (found.state, "does not exist" in found.found) == ("broken", True)
         path.write_text("{}")
-        assert cli.main(["doctor"]) == 1
+        assert main.main(["doctor"]) == 1
     assert "not a plan file" in capsys.readouterr().out
 
 
@@ -116,7 +116,7 @@ def run(*tokens: str, tail: str = "", **env: str) -> subprocess.CompletedProcess
 @pytest.mark.parametrize("tokens", [["--help"], ["plans", "list"]])
 def test_output_that_cannot_be_written_is_said(tokens: list[str]) -> None:
     done = run(*tokens, tail=">/dev/full")
-    assert done.returncode == exits.REFUSED
+    assert done.returncode == exit_codes.REFUSED
     assert (
         done.stderr == "tensorlogic: the output cannot be written: No space left on device\n"
     )  # nor does the flush at exit fail
@@ -125,7 +125,7 @@ def test_output_that_cannot_be_written_is_said(tokens: list[str]) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
 def test_commands_run_without_streams() -> None:
     assert run("plans", "list", tail=">&-").returncode == 0
-    assert run("explain", "nothing", tail="2>&-").returncode == exits.REFUSED
+    assert run("explain", "nothing", tail="2>&-").returncode == exit_codes.REFUSED
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_commands_run_without_streams() -> None:
 def test_requests_that_cannot_be_served(
     tokens: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(tokens) == exits.REFUSED
+    assert main.main(tokens) == exit_codes.REFUSED
     assert said in capsys.readouterr().err
 
 
@@ -182,7 +182,7 @@ def test_a_store_that_cannot_be_written_is_said(
     file = tmp_path / "file"
     file.touch()
     found = run("plans", "import", str(lockfile), TENSORLOGIC_CACHE_DIR=str(file))
-    assert found.returncode == exits.REFUSED, found.stdout
+    assert found.returncode == exit_codes.REFUSED, found.stdout
     assert f"tensorlogic: the plan store {file}" in found.stderr
     assert doctor._unwritable(file) == "Not a directory"
     assert doctor._unwritable(tmp_path / "none") == "No such file or directory"
@@ -194,7 +194,7 @@ def test_an_interrupt_that_python_drops_is_heard() -> None:
     """In a finalizer or a weak reference's callback a KeyboardInterrupt is printed and forgotten."""
     program = """
 import signal, time, weakref
-from tensorlogic import exits
+from tensorlogic.cli.main import exit_codes as exits
 class Dropped: pass
 class Falls:
     def __del__(self): signal.raise_signal(signal.SIGINT)
@@ -213,7 +213,7 @@ print(exits.ended(finalizer), exits.ended(callback))
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr) == (
-        f"{exits.INTERRUPTED} {exits.INTERRUPTED}\n",
+        f"{exit_codes.INTERRUPTED} {exit_codes.INTERRUPTED}\n",
         "tensorlogic: interrupted\n" * 2,
     )
 
@@ -229,26 +229,26 @@ def test_a_variable_that_cannot_be_read_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(f"TENSORLOGIC_{variable}", value)
-    assert cli.main(["plans", "list"]) == exits.REFUSED
+    assert main.main(["plans", "list"]) == exit_codes.REFUSED
     said = f"TENSORLOGIC_{variable} is {value!r}; "
     assert capsys.readouterr().err.startswith(f"tensorlogic: {said}")
-    assert cli.main(["doctor"]) == exits.FOUND
+    assert main.main(["doctor"]) == exit_codes.FOUND
     assert f"broken  TENSORLOGIC_{variable}" in (out := capsys.readouterr().out)
     assert said in out
-    assert cli.main(["bench", "--help"]) == exits.DONE
+    assert main.main(["bench", "--help"]) == exit_codes.DONE
 
 
-STARTUP = Path(cli.__file__).parents[1] / "tools" / "startup"
+STARTUP = Path(main.__file__).parents[1] / "tools" / "startup"
 COMMAND = f"import sys; sys.path.insert(0, {str(STARTUP)!r}); import _tensorlogic_cli as c; sys.argv[1:] = ['doctor']; sys.exit(c.main())"
 
 
 @pytest.mark.parametrize(
     ("start", "code", "out"),
     [
-        (["-m", "tensorlogic", "plans", "list"], exits.REFUSED, ""),
-        (["-m", "tensorlogic", "doctor"], exits.FOUND, "broken  TENSORLOGIC_ENABLE"),
-        (["-m", "tensorlogic", "plans", "--help"], exits.DONE, "Usage"),
-        (["-c", COMMAND], exits.FOUND, "broken  TENSORLOGIC_ENABLE"),
+        (["-m", "tensorlogic", "plans", "list"], exit_codes.REFUSED, ""),
+        (["-m", "tensorlogic", "doctor"], exit_codes.FOUND, "broken  TENSORLOGIC_ENABLE"),
+        (["-m", "tensorlogic", "plans", "--help"], exit_codes.DONE, "Usage"),
+        (["-c", COMMAND], exit_codes.FOUND, "broken  TENSORLOGIC_ENABLE"),
     ],
 )
 def test_a_variable_that_forbids_the_import_is_said(start: list[str], code: int, out: str) -> None:
@@ -259,7 +259,7 @@ def test_a_variable_that_forbids_the_import_is_said(start: list[str], code: int,
         [sys.executable, "-W", "ignore", *start], capture_output=True, text=True, env=env
     )
     assert (done.returncode, out in done.stdout) == (code, True), done.stderr
-    assert done.stderr.count("\n") == (code == exits.REFUSED)
+    assert done.stderr.count("\n") == (code == exit_codes.REFUSED)
 
 
 def test_the_suite_precision_measures_the_device_that_is_named(
@@ -271,14 +271,14 @@ def test_the_suite_precision_measures_the_device_that_is_named(
     monkeypatch.setattr(precision_suite, "table", lambda _: "")
     monkeypatch.setattr(session, "pick_device", torch.device)
     tokens = ["bench", "--suite", "precision", "--json", str(tmp_path / "a.json"), "--device"]
-    assert [cli.main([*tokens, d]) for d in ("cuda:1", "cpu", "mps")] == [0, 0, exits.REFUSED]
+    assert [main.main([*tokens, d]) for d in ("cuda:1", "cpu", "mps")] == [0, 0, exit_codes.REFUSED]
     assert asked == [[torch.device("cuda", 1)], [torch.device("cpu")]]
 
 
 def test_an_optional_tensor_is_left_out_by_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     shapes = [part for shape in ("16x8", "4x8", "-", "16x4") for part in ("--shape", shape)]
     tokens = ["explain", "linear", *shapes, "--dtype", "f32", "--device", "cpu", "--no-measure"]
-    assert cli.main(tokens) == 0
+    assert main.main(tokens) == 0
     assert "residual=f32[16,4]" in capsys.readouterr().out
 
 
@@ -293,9 +293,9 @@ def test_a_reader_that_goes_while_rich_prints(capfd: pytest.CaptureFixture[str])
 
     stdout = os.dup(1)
     try:
-        assert exits.ended(printing) == exits.UNREAD
+        assert exit_codes.ended(printing) == exit_codes.UNREAD
         with pytest.raises(SystemExit):
-            exits.ended(lambda: sys.exit(1))
+            exit_codes.ended(lambda: sys.exit(1))
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
@@ -309,7 +309,7 @@ def test_choices_that_a_full_disk_does_not_take_are_no_success(
 
     monkeypatch.setattr(file_format, "rewrite", full)
     with pytest.warns(file_format.PlanStoreWarning):
-        assert cli.main(["tune", "--op", "add_relu", *ONE]) == exits.REFUSED
+        assert main.main(["tune", "--op", "add_relu", *ONE]) == exit_codes.REFUSED
     out, err = capsys.readouterr()
     assert "1 keys measured" in out
     assert "the choices were not remembered" in err
@@ -318,13 +318,13 @@ def test_choices_that_a_full_disk_does_not_take_are_no_success(
 def test_plans_are_named_as_in_the_benchmark(
     lockfile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["tune", "--op", "linear_residual_relu", *ONE]) == 0
+    assert main.main(["tune", "--op", "linear_residual_relu", *ONE]) == 0
     capsys.readouterr()
     for names, count in (
         ("fusion", 2), ("linear_residual_relu", 1), ("add_relu", 1), ("matmul", 0), ("softmax", 0), ("linear_backward", 0),
     ):  # fmt: skip
-        assert cli.main(["plans", "list", "--op", names, "--device", "cpu"]) == 0
+        assert main.main(["plans", "list", "--op", names, "--device", "cpu"]) == 0
         assert f"{count} plans in" in capsys.readouterr().out
     path = str(tmp_path / "b.json")
-    assert cli.main(["plans", "export", path, "--op", "fusion", "--device", "cpu"]) == 0
+    assert main.main(["plans", "export", path, "--op", "fusion", "--device", "cpu"]) == 0
     assert "2 plans written" in capsys.readouterr().out

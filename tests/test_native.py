@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorlogic import doctor
+from tensorlogic.cli import doctor as cli_doctor
 from tensorlogic.native import cpu_library, library_files
 from tensorlogic.ops.common.dropout_rng import keep_mask
 from tensorlogic.system import settings
@@ -287,7 +287,7 @@ def test_a_variable_that_keeps_the_library_away_is_said_once(
     with pytest.warns(UserWarning, match=said) as warned:
         assert {bool(cpu_library.available()) for _ in range(3)} == {True}
     assert len(warned) == 1
-    found = {f.about: f for f in doctor._settings()}[variable.name]
+    found = {f.about: f for f in cli_doctor._settings()}[variable.name]
     assert (found.state, bool(re.search(said, found.found))) == ("broken", True)
 
 

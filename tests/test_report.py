@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tensorlogic import cli
 from tensorlogic.bench import result_file
 from tensorlogic.bench.report import heatmap, render
 from tensorlogic.bench.report import opportunities as report_opportunities
 from tensorlogic.bench.report import report as report_report
 from tensorlogic.bench.result_file import OURS, Ceilings, Results, Row
 from tensorlogic.bench.terminal.user_error import Problem
+from tensorlogic.cli import main
 
 FILES = Path(__file__).parents[1] / "benchmarks" / "results"
 LIMIT = 2 << 20  # bytes of a page
@@ -146,7 +146,7 @@ def test_files_that_cannot_be_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*tokens: object) -> str:
-        assert cli.main(["report", *map(str, tokens)]) == 2
+        assert main.main(["report", *map(str, tokens)]) == 2
         return capsys.readouterr().err
 
     good, other, bad = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "bad.json"
@@ -164,7 +164,7 @@ def test_files_that_cannot_be_shown(
     assert "cannot be written" in refused(good, "--out", good / "page.html")
     monkeypatch.setenv("TENSORLOGIC_CACHE_DIR", str(tmp_path / "empty"))
     assert "no result file was given" in refused()
-    assert cli.main(["report", str(good), str(other), "--mixed"]) == 0
+    assert main.main(["report", str(good), str(other), "--mixed"]) == 0
     assert (tmp_path / "b.html").exists()
 
 
@@ -184,7 +184,7 @@ def test_a_narrow_terminal_without_colour(
 
 
 def test_markdown_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(FILES / "cpu.json"), "--markdown"]) == 0
+    assert main.main(["report", str(FILES / "cpu.json"), "--markdown"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("# TensorLogic on AMD EPYC")
     assert re.search(r"^\| \w+ f32 \|.* \*\*0\.\d\d\*\* \|", text, re.MULTILINE)  # a loss
@@ -283,7 +283,7 @@ def test_bench_ends_with_the_report(
     )
     path = tmp_path / "a.json"
     tokens = "bench --quick --op add --size 64 --dtype f32 --device cpu --report --json"
-    assert cli.main([*tokens.split(), str(path)]) == 0
+    assert main.main([*tokens.split(), str(path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"report: {tmp_path / 'a.html'}"
     assert "<svg" in (tmp_path / "a.html").read_text()
@@ -311,8 +311,8 @@ def test_a_page_never_replaces_what_it_is_made_from(
     link.symlink_to(path)
     text = path.read_text()
     for tokens in ([path], [path, path, "--out", link], [link, "--out", path]):
-        assert cli.main(["report", *map(str, tokens)]) == 2
+        assert main.main(["report", *map(str, tokens)]) == 2
         assert "would replace the result file" in capsys.readouterr().err
         assert path.read_text() == text
-    assert cli.main(["report", str(path), "--out", str(tmp_path / "c.html")]) == 0
-    assert cli.main(["report", str(path), "--markdown"]) == 0
+    assert main.main(["report", str(path), "--out", str(tmp_path / "c.html")]) == 0
+    assert main.main(["report", str(path), "--markdown"]) == 0

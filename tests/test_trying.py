@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlogic import cli
 from tensorlogic.bench.terminal.user_error import Problem
+from tensorlogic.cli import main
+from tensorlogic.cli.try_script import assist, observe, screen
+from tensorlogic.cli.try_script import trial as runs
 from tensorlogic.compiler.reporting import op_profile as profiling
 from tensorlogic.compiler.reporting import remedies
 from tensorlogic.measure.opportunity import Opportunity
 from tensorlogic.plans import lockfile
-from tensorlogic.trying import assist, look, runs, screen
 
 PROGRAM = """
 import sys, torch
@@ -54,7 +55,7 @@ def test_a_program_as_it_is(
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, PROGRAM)
     before = path.read_text()
-    code = cli.main(["try", "--seconds", "1", str(path), "128"])
+    code = main.main(["try", "--seconds", "1", str(path), "128"])
     out = capsys.readouterr().out
     assert code == 0, out
     assert path.read_text() == before
@@ -85,7 +86,7 @@ def test_a_function_in_turn(
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["try", "--entry", "mine_to_try:step", "--seconds", "1"]) == 0
+    assert main.main(["try", "--entry", "mine_to_try:step", "--seconds", "1"]) == 0
     out = capsys.readouterr().out
     assert "calls in turn" in out
     assert "outputs agree" in out
@@ -95,7 +96,7 @@ def test_a_function_in_turn(
 
 def test_programs_that_cannot_be_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*tokens: object) -> str:
-        assert cli.main(["try", *map(str, tokens)]) == 2
+        assert main.main(["try", *map(str, tokens)]) == 2
         return capsys.readouterr().err
 
     assert "does not exist" in refused(tmp_path / "none.py")
@@ -124,8 +125,8 @@ def test_a_program_that_writes_is_not_run_twice(
 
 
 def test_changes_outside_are_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look, "HARMLESS", ("/dev/",))
-    heard = look.Outside("/ours/")
+    monkeypatch.setattr(observe, "HARMLESS", ("/dev/",))
+    heard = observe.Outside("/ours/")
     path = tmp_path / "out.txt"
     path.write_text("before it listens")
     heard.active = True
@@ -152,7 +153,7 @@ def test_what_takes_the_time_is_seen() -> None:
 
 
 def test_only_outermost_modules_count() -> None:
-    modules, model = look.Modules(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    modules, model = observe.Modules(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     called, x = nn.Module.__call__, torch.randn(2, 4)
     with modules.watching():
         model(x)
@@ -248,7 +249,7 @@ def test_runs_that_differ_on_their_own_are_not_said_to_agree() -> None:
 
 
 def test_what_is_kept_of_outputs_is_not_counted_as_the_programs() -> None:
-    profile, modules = profiling.Profile(), look.Modules()
+    profile, modules = profiling.Profile(), observe.Modules()
     with profile:
         modules.keep("it", torch.ones(8) * 2)
     assert {op for op, _ in profile.spent} == {"aten::ones", "aten::mul"} or not any(

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .system.package import FOLDER
+from ..system.package import FOLDER
 
 if TYPE_CHECKING:
-    from . import doctor_cpu
-    from .system.settings import Variable
+    from ..system.settings import Variable
+    from . import doctor_cpu as cli_doctor_cpu
 
 DISTRIBUTION = "tensorlogic-engine"
 OLDEST_TORCH = (2, 11)
@@ -108,8 +108,8 @@ def _torch() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    from .kernels.cpu import onednn
-    from .plans.environment import environment
+    from ..kernels.cpu import onednn
+    from ..plans.environment import environment
 
     cpu = environment(torch.device("cpu"))
     yield Finding("ok", "CPU", f"{cpu.device}, {cpu.driver}, {cpu.threads} threads")
@@ -137,8 +137,8 @@ def _apple() -> Iterator[Finding]:
     """The Apple GPU, and whether it takes our shaders."""
     import torch
 
-    from .kernels.metal import launch as metal_launch
-    from .plans.environment import environment
+    from ..kernels.metal import launch as metal_launch
+    from ..plans.environment import environment
 
     gpu = environment(torch.device("mps"))
     memory = torch.mps.recommended_max_memory() / 2**30
@@ -155,7 +155,7 @@ def _apple() -> Iterator[Finding]:
 def _triton() -> Iterator[Finding]:
     import torch
 
-    from .system.hardware import triton_missing
+    from ..system.hardware import triton_missing
 
     wanted = _wanted_triton()
     reason, version = triton_missing(), _version("triton")
@@ -192,7 +192,7 @@ def _wanted_triton() -> str | None:
 
 
 def _native() -> Iterator[Finding]:
-    from .native import cpu_library
+    from ..native import cpu_library
 
     compiler = os.environ.get("CXX") or next(
         (c for c in ("g++", "clang++", "c++") if shutil.which(c)), None
@@ -220,11 +220,11 @@ def _native() -> Iterator[Finding]:
 
 def _slow() -> Iterator[Finding]:
     """What this CPU has, and what PyTorch alone does badly on it."""
-    from . import doctor_cpu
-    from .cpu_overrides import enable
-    from .native import cpu_library, hook_ops
+    from ..cpu_overrides import enable
+    from ..native import cpu_library, hook_ops
+    from . import doctor_cpu as cli_doctor_cpu
 
-    yield Finding("ok", "CPU arithmetic", doctor_cpu.features())
+    yield Finding("ok", "CPU arithmetic", cli_doctor_cpu.features())
     reason = hook_ops.available()
     yield Finding(
         "note" if reason else "ok",
@@ -237,11 +237,11 @@ def _slow() -> Iterator[Finding]:
     if missing := cpu_library.calls_available():
         yield Finding("note", "compiled calls", missing, "a call costs a microsecond more")
     on = enable.enabled()
-    for c in doctor_cpu.compared():
+    for c in cli_doctor_cpu.compared():
         yield _work(c, on)
 
 
-def _work(c: doctor_cpu.Compared, on: bool) -> Finding:
+def _work(c: cli_doctor_cpu.Compared, on: bool) -> Finding:
     """One kind of work: what PyTorch alone does badly, and what is worse when enabled."""
     if c.state == "worse":
         return Finding("note", c.work, c.text, c.cure)
@@ -252,8 +252,8 @@ def _work(c: doctor_cpu.Compared, on: bool) -> Finding:
 def _store() -> Iterator[Finding]:
     import torch
 
-    from .plans import open_stores
-    from .system import settings
+    from ..plans import open_stores
+    from ..system import settings
 
     folder = settings.cache_folder()
     why = _unwritable(next((p for p in (folder, *folder.parents) if p.exists()), folder))
@@ -295,7 +295,7 @@ def _optional() -> Iterator[Finding]:
 def _settings() -> Iterator[Finding]:
     if importlib.util.find_spec("platformdirs") is None:
         return
-    from .system import settings
+    from ..system import settings
 
     wrong = _wrong()
     whole = not wrong and _version("torch") is not None
@@ -314,7 +314,7 @@ def _settings() -> Iterator[Finding]:
 
 def _chosen(variable: Variable, value: str) -> Finding:
     """Of the variables that say which native library serves, and by which instructions."""
-    from .native import cpu_library
+    from ..native import cpu_library
 
     if cpu_library.misled() is not variable:
         return Finding("note", variable.name, value)
@@ -324,14 +324,14 @@ def _chosen(variable: Variable, value: str) -> Finding:
 
 def _wrong() -> dict[str, str]:
     """Variables with values that they cannot have, and what is said of them."""
-    from .system import settings
+    from ..system import settings
 
     return {name: str(problem) for name, problem in settings.wrong().items()}
 
 
 def _lockfile(name: str, value: str) -> Finding:
-    from .plans import lockfile
-    from .system import settings
+    from ..plans import lockfile
+    from ..system import settings
 
     path = settings.lockfile()
     assert path is not None

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .core.policy import measuring
-from .cpu_overrides import enable
-from .dispatch.explain import explain
-from .measure import timer
-from .native import cpu_library
-from .native import hook_ops as native_hook_ops
+from ..core.policy import measuring
+from ..cpu_overrides import enable
+from ..dispatch.explain import explain
+from ..measure import timer
+from ..native import cpu_library
+from ..native import hook_ops as native_hook_ops
 
 CPU = torch.device("cpu")
 WORTH = 1.5  # times faster from which PyTorch's way is called bad

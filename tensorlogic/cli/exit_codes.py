@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .bench.terminal.user_error import Problem
-from .system.settings import Wrong
+from ..bench.terminal.user_error import Problem
+from ..system.settings import Wrong
 
 DONE, FOUND, REFUSED, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 AGAIN_S = 0.01  # after which a dropped Ctrl-C is raised once more

@@ -13,9 +13,12 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .bench.terminal.progress import progress
-from .bench.terminal.user_error import Problem, tolerated
-from .cli_options import (
+from ..bench.terminal.progress import progress
+from ..bench.terminal.user_error import Problem, tolerated
+from ..system.package import version
+from ..system.settings import LIGHT, wrong
+from .exit_codes import DONE, FOUND, INTERRUPTED, REFUSED, ended
+from .options import (
     EPILOGUE,
     PLAIN,
     Device,
@@ -29,10 +32,7 @@ from .cli_options import (
     sizes,
     split,
 )
-from .cli_plans import app as plans
-from .exits import DONE, FOUND, INTERRUPTED, REFUSED, ended
-from .system.package import version
-from .system.settings import LIGHT, wrong
+from .plans import app as plans
 
 app = App(
     name="tensorlogic",
@@ -90,13 +90,13 @@ def bench(
     """
     if suite == "precision":
         return _precision(quick, device, json)
-    from .bench import session
-    from .bench.report import render
-    from .bench.report import summary as report_summary
-    from .bench.report import tables as report_tables
+    from ..bench import session
+    from ..bench.report import render
+    from ..bench.report import summary as report_summary
+    from ..bench.report import tables as report_tables
 
     if verify is not None:
-        from .bench import result_check
+        from ..bench import result_check
 
         with progress() as tick:
             verified = result_check.verify(verify, tick)
@@ -119,7 +119,7 @@ def bench(
     report_tables.show(results, report_summary.lines(results))
     say(f"result file: {results.path}")
     if report and results.path is not None and results.timed:
-        from .bench.report import report as report_report
+        from ..bench.report import report as report_report
 
         page = render.write(report_report.make(results), render.beside([results.path]))
         say(f"report: {page}")
@@ -129,9 +129,9 @@ def bench(
 def _precision(quick: bool, device: str | None, path: Path | None) -> int:
     import torch
 
-    from .bench import precision_suite, session
-    from .core import policy
-    from .system import settings
+    from ..bench import precision_suite, session
+    from ..core import policy
+    from ..system import settings
 
     devices = [torch.device("cpu")]
     if device is not None:
@@ -178,9 +178,9 @@ def report(
     mixed
         Compare files of different machines all the same.
     """
-    from .bench import session
-    from .bench.report import render
-    from .bench.report import report as report_report
+    from ..bench import session
+    from ..bench.report import render
+    from ..bench.report import report as report_report
 
     paths = list(results) or [session.newest()]
     made = report_report.read(paths, mixed=mixed, drawn=not markdown)
@@ -212,8 +212,8 @@ def compare(
     absolute
         Compare the times themselves.
     """
-    from .bench import compare as comparing
-    from .bench import result_file
+    from ..bench import compare as comparing
+    from ..bench import result_file
 
     found = comparing.compare(
         result_file.load(before), result_file.load(after), margin, mixed=mixed, absolute=absolute
@@ -258,7 +258,8 @@ def try_(
     record
         Where the result goes that --verify compares with.
     """
-    from .trying import runs, screen
+    from .try_script import screen
+    from .try_script import trial as runs
 
     tolerated(margin)
     if not 0 < seconds < float("inf"):
@@ -311,8 +312,8 @@ def explain(
     measure
         Measure the key if it is not known yet.
     """
-    from .bench import command_inputs, session
-    from .bench.terminal import size_text
+    from ..bench import command_inputs, session
+    from ..bench.terminal import size_text
 
     where = session.pick_device(device)
     bad = next((f for f in flag if "=" not in f), None)
@@ -342,7 +343,7 @@ def tune(
     quick
         The benchmark's fewer sizes.
     """
-    from .bench import session
+    from ..bench import session
 
     with progress() as tick:
         text = session.tune(

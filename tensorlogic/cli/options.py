@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from .bench.terminal.user_error import Problem
+from ..bench.terminal.user_error import Problem
 
 PLAIN = Parameter(negative=(), show_default=False)
 EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
@@ -48,7 +48,7 @@ def split(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def sizes(values: Sequence[str]) -> tuple[int, ...]:
-    from .bench.terminal.size_text import parse
+    from ..bench.terminal.size_text import parse
 
     return tuple(parse(v) for v in split(values))
 

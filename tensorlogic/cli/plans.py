@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from .bench.terminal.progress import progress
-from .bench.terminal.user_error import Problem, tolerated
-from .cli_options import EPILOGUE, PLAIN, Device, Margin, Ops, say, split
-from .exits import DONE, FOUND
+from ..bench.terminal.progress import progress
+from ..bench.terminal.user_error import Problem, tolerated
+from .exit_codes import DONE, FOUND
+from .options import EPILOGUE, PLAIN, Device, Margin, Ops, say, split
 
 if TYPE_CHECKING:
-    from .bench.lockfile_check import Finding
+    from ..bench.lockfile_check import Finding
 
 app = App(
     name="plans",
@@ -28,8 +28,8 @@ app = App(
 @app.command(name="list")
 def list_plans(*, op: Ops = (), device: Device = None) -> int:
     """List the choices stored for this machine."""
-    from .bench import session, suites
-    from .bench.text_table import aligned
+    from ..bench import session, suites
+    from ..bench.text_table import aligned
 
     wanted = suites.named(split(op))
     store, _ = session.store(device)
@@ -53,8 +53,8 @@ def export_plans(path: Path, *, op: Ops = (), device: Device = None) -> int:
     path
         The lockfile to write.
     """
-    from .bench import lockfile_check, session, suites
-    from .plans.lockfile import export_lockfile
+    from ..bench import lockfile_check, session, suites
+    from ..plans.lockfile import export_lockfile
 
     wanted = suites.named(split(op))
     store, _ = session.store(device)
@@ -87,7 +87,7 @@ def import_plans(path: Path, *, device: Device = None, anywhere: bool = False) -
     anywhere
         Also when it was measured on another machine or with other software.
     """
-    from .bench import lockfile_check, session
+    from ..bench import lockfile_check, session
 
     store, where = session.store(device)
     with files():
@@ -111,8 +111,8 @@ def verify_plans(path: Path, *, margin: Margin = 0.1) -> int:
     path
         The lockfile to verify.
     """
-    from .bench import lockfile_check
-    from .bench.text_table import aligned
+    from ..bench import lockfile_check
+    from ..bench.text_table import aligned
 
     tolerated(margin)
     with files(), progress() as tick:

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorlogic
-from tensorlogic import doctor
 from tensorlogic.autotune import measure_key
 from tensorlogic.bench import machine_limits, session
+from tensorlogic.cli import doctor
 from tensorlogic.core import policy, tolerance
 from tensorlogic.core.op import OPS
 from tensorlogic.dispatch import autograd, bound_call, candidate_loading, dispatcher

@@ -23,7 +23,7 @@ def main():
     if usual:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from tensorlogic.cli import main as run
+        from tensorlogic.cli.main import main as run
     except ModuleNotFoundError as problem:
         if problem.name != "cyclopts":
             raise
@@ -32,7 +32,7 @@ def main():
         if type(problem).__name__ != "Wrong":
             raise
         _bare()
-        from tensorlogic.cli import main as run
+        from tensorlogic.cli.main import main as run
     finally:
         if usual:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,9 +51,10 @@ def _bare():
 def _without_extra(words):
     """What can be said where the extra `bench` is not installed."""
     if words[:1] == ["doctor"]:
-        from tensorlogic import doctor, exits
+        from tensorlogic.cli import doctor as cli_doctor
+        from tensorlogic.cli import exit_codes
 
-        return exits.ended(doctor.main)
+        return exit_codes.ended(cli_doctor.main)
     sys.stderr.write(
         "tensorlogic: the command line needs more: pip install 'tensorlogic-engine[bench]'\n"
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..cpu_overrides.enable import disable, enable
+from ...cpu_overrides.enable import disable, enable
 
 # calls a module with the arguments of the call that is served
 Run = Callable[[nn.Module], Any]
@@ -119,7 +119,7 @@ class Help:
         self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module:
         """The module made faster, or itself; measured on copies, so that the program's own state stays."""
-        from ..compiler.optimize import optimize
+        from ...compiler.optimize import optimize
 
         begin = time.perf_counter()
         self.patch.__exit__()

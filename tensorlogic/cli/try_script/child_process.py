@@ -1,4 +1,4 @@
-"""One run of a program in a process of its own: `python -m tensorlogic.trying.child FOLDER MODE`.
+"""One run of a program in a process of its own: `python -m tensorlogic.cli.try_script.child_process FOLDER MODE`.
 
 FOLDER holds `spec.json` (what to run, which levers); the run leaves `MODE.json` and `MODE.pt` there.
 """
@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..autotune import tune
-from ..autotune.tune import Learned
-from ..compiler.reporting.op_profile import Profile, device, summed
-from ..core import policy
-from ..core.candidate import EAGER
-from ..measure import timer
-from ..plans import open_stores
-from ..plans.lockfile import export_lockfile
-from ..system import settings
+from ...autotune import tune
+from ...autotune.tune import Learned
+from ...compiler.reporting.op_profile import Profile, device, summed
+from ...core import policy
+from ...core.candidate import EAGER
+from ...measure import timer
+from ...plans import open_stores
+from ...plans.lockfile import export_lockfile
+from ...system import settings
 from .assist import Help
-from .look import Modules, Outside
+from .observe import Modules, Outside
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 25  # of a function that is called with and without help in turn
 CURVE = (1, 2, 4, 8, 16, 32)  # batch sizes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..compiler.reporting.op_profile import dtype_name
+from ...compiler.reporting.op_profile import dtype_name
 from .assist import Outermost, Run, signature
 
 CHANGES = {  # audit events -> what a person calls them

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..bench.result_file import write_text
-from ..bench.terminal.user_error import Problem
-from ..bench.text_table import aligned
-from ..compiler.reporting import remedies
-from ..measure.opportunity import time_text
-from ..system.hardware import title
-from .runs import Trial
+from ...bench.result_file import write_text
+from ...bench.terminal.user_error import Problem
+from ...bench.text_table import aligned
+from ...compiler.reporting import remedies
+from ...measure.opportunity import time_text
+from ...system.hardware import title
+from .trial import Trial
 
 FORMAT, SCHEMA = "tensorlogic try", 1
 WHYS = 6  # lines of each list

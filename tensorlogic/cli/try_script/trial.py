@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.terminal.progress import Tick
-from ..bench.terminal.user_error import Problem
-from ..measure.opportunity import Opportunity
-from ..system.package import FOLDER
+from ...bench.terminal.progress import Tick
+from ...bench.terminal.user_error import Problem
+from ...measure.opportunity import Opportunity
+from ...system.package import FOLDER
 
 # of the program's time that a module must take to be optimised
 SHARE = 0.05
@@ -97,7 +97,7 @@ class Trial:
 
 def ratio(before: list[float], after: list[float]) -> tuple[float, float, float] | None:
     """Median of the paired ratios and their interval."""
-    from ..measure.timer import Samples
+    from ...measure.timer import Samples
 
     count = min(len(before), len(after))
     if not count:
@@ -123,7 +123,13 @@ class Runner:
     def run(self, mode: str, **env: str) -> dict[str, Any]:
         """One process; Failed with its last words when the program fails."""
         (self.folder / "spec.json").write_text(json.dumps(self.spec))
-        command = [sys.executable, "-m", "tensorlogic.trying.child", str(self.folder), mode]
+        command = [
+            sys.executable,
+            "-m",
+            "tensorlogic.cli.try_script.child_process",
+            str(self.folder),
+            mode,
+        ]
         with (self.folder / f"{mode}.out").open("w+") as said:
             done = subprocess.run(
                 command, stdout=said, stderr=subprocess.STDOUT, env=_environment(env), check=False
@@ -200,7 +206,7 @@ def _trial(runner: Runner, tick: Tick) -> Trial:
         trial.interrupted = True
         if trial.gain is None:
             raise
-    from ..compiler.reporting import remedies
+    from ...compiler.reporting import remedies
 
     seconds = min(trial.plain, default=trial.look["seconds"])
     trial.opportunities = remedies.opportunities(trial.look, seconds)
@@ -209,7 +215,7 @@ def _trial(runner: Runner, tick: Tick) -> Trial:
 
 def _slow_halves(look: dict[str, Any]) -> bool:
     """Whether half-precision products on a CPU take part of the time."""
-    from ..compiler.reporting.remedies import HALVES
+    from ...compiler.reporting.remedies import HALVES
 
     if look["environment"]["kind"] != "cpu":
         return False

@@ -36,13 +36,13 @@ test: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m tensorlogic.bench.readme --check $(GENERATED)
-	$(PYTHON) -m tensorlogic.bench.precision_page --check
+	$(PYTHON) -m tools.docs.markdown_blocks --check $(GENERATED)
+	$(PYTHON) -m tools.docs.precision_page --check
 	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n $(JOBS) --dist loadfile
 
 tables: setup
-	$(PYTHON) -m tensorlogic.bench.readme $(GENERATED)
-	$(PYTHON) -m tensorlogic.bench.precision_page
+	$(PYTHON) -m tools.docs.markdown_blocks $(GENERATED)
+	$(PYTHON) -m tools.docs.precision_page
 
 site: setup
 	$(PYTHON) -m pip install --quiet --editable '.[docs]'

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from tensorlogic.bench.facts import enabled
 from tensorlogic.bench.machine_info import limits
 from tensorlogic.plans.environment import environment
+from tools.docs.facts import enabled
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "half_transformer.py"

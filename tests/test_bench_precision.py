@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorlogic.bench import precision_page, precision_suite
+from tensorlogic.bench import precision_suite
 from tensorlogic.core.candidate import EAGER
 from tensorlogic.system import heap_trim
+from tools.docs import precision_page as docs_precision_page
 
 CPU = torch.device("cpu")
 
@@ -38,8 +39,8 @@ def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert kept == sorted(kept)
     text = precision_suite.table(again)
     assert "x PyTorch" in text
-    monkeypatch.setattr(precision_page, "ASKED", 48)
-    page = precision_page.tables(again)
+    monkeypatch.setattr(docs_precision_page, "ASKED", 48)
+    page = docs_precision_page.tables(again)
     assert "torch.bf16" in page
     asked = page.partition("48×48, from ordinary memory")[2].partition("\n\n**")[0]
     lines = [line.split(" | ") for line in asked.splitlines() if line.startswith("| CPU")]
@@ -72,13 +73,13 @@ def test_memory_that_the_heap_had_kept_is_counted(others: int) -> None:
 
 
 def test_the_page_says_what_the_results_say() -> None:
-    text = precision_page.PAGE.read_text()
-    assert precision_page.filled(text) == text
+    text = docs_precision_page.PAGE.read_text()
+    assert docs_precision_page.filled(text) == text
     assert "NVIDIA H200" in text
 
 
 def test_goals_are_read_out_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(precision_page.ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(docs_precision_page.ROOT / "benchmarks")
     reach = importlib.import_module("precision_reach")
     gpu = {"device": "cuda", "dtype": "f64", "rtol": 1e-6, "wall_speed": [0.5]}
     found = {

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from tensorlogic.bench import facts, figures, readme, text_table
+from tensorlogic.bench import text_table
 from tensorlogic.bench.report import summary as report_summary
 from tensorlogic.bench.report import tables as report_tables
 from tensorlogic.bench.result_file import OURS, Results
 from tensorlogic.bench.terminal.user_error import Problem
+from tools.docs import facts as docs_facts
+from tools.docs import markdown_blocks, seed_figures
 
 from .support.bench import held, made
 from .support.bench import tiny as tiny  # the fixture
@@ -60,10 +62,10 @@ def test_readme_tables_follow_their_files(
     page.write_text(
         "# A\n<!-- bench r.json category=fusion size=256 -->\nold\n<!-- end bench -->\nrest\n"
     )
-    assert readme.main(["--check", str(page)]) == 1
+    assert markdown_blocks.main(["--check", str(page)]) == 1
     assert "make tables" in capsys.readouterr().err
-    assert readme.main([str(page)]) == 0
-    assert readme.main(["--check", str(page)]) == 0
+    assert markdown_blocks.main([str(page)]) == 0
+    assert markdown_blocks.main(["--check", str(page)]) == 0
     text = page.read_text()
     assert "| linear | 256 |" in text
     assert "| linear | 128 |" not in text
@@ -71,7 +73,7 @@ def test_readme_tables_follow_their_files(
     for strange in ("colour=red", "show=wins"):
         page.write_text(f"<!-- bench r.json {strange} -->\n<!-- end bench -->\n")
         with pytest.raises(Problem, match=f"'{strange}'.*show=losses are known"):
-            readme.main([str(page)])
+            markdown_blocks.main([str(page)])
 
 
 def test_losses_stand_in_a_page_alone(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_losses_stand_in_a_page_alone(tmp_path: Path) -> None:
     held(made(10, 20, size=128), made(30, 20, size=256), slow).write(tmp_path / "r.json")
     page = tmp_path / "README.md"
     page.write_text("<!-- bench r.json show=losses -->\n<!-- end bench -->\n")
-    assert readme.main([str(page)]) == 0
+    assert markdown_blocks.main([str(page)]) == 0
     lines = page.read_text().splitlines()[3:-2]
     assert lines == [
         "fusion, time: 1.15x the separate operations, 1.15x PyTorch's best; wins 1, even 0, loses 1 of 2",
@@ -99,7 +101,7 @@ def test_models_beside_torch_compile_are_told_with_losses(tmp_path: Path) -> Non
     about = {"device": "D", "dtype": "torch.float16", "versions": {"torch": "2"}, "date": "today"}
     path = tmp_path / "zoo.json"
     path.write_text(json.dumps({**about, "models": models}))
-    text = facts.fact("zoo", path)
+    text = docs_facts.fact("zoo", path)
     assert "D; float16; torch 2; today; 2 models, 1 of them within 1.03" in text
     assert "1.00 times ahead" in text  # 2 and 1/2
     assert "| a, batch 1 | 3.00 | 0.80 | 1.00 | 3.00 | **0.80** | 2.0 | 9.0 |" in text
@@ -121,8 +123,8 @@ def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:
     page.write_text(
         "They agree on <!-- fact agreeing s.json -->all<!-- end fact -->, by far.\n<!-- fact guards g.json -->\n<!-- end fact -->\n"
     )
-    assert readme.main(["--check", str(page)]) == 1
-    assert readme.main([str(page)]) == readme.main(["--check", str(page)]) == 0
+    assert markdown_blocks.main(["--check", str(page)]) == 1
+    assert markdown_blocks.main([str(page)]) == markdown_blocks.main(["--check", str(page)]) == 0
     text = page.read_text()
     assert "-->8 of the benchmark's 9 keys (C, 2 threads)<!-- end fact -->, by far." in text
     assert "| mm | 1.0 | +0.25 | +2.50 |" in text
@@ -132,23 +134,23 @@ def test_facts_stand_in_sentences_and_tables(tmp_path: Path) -> None:
     ):
         page.write_text(f"<!-- fact {wrong} --><!-- end fact -->")
         with pytest.raises(Problem, match=said):
-            readme.main([str(page)])
+            markdown_blocks.main([str(page)])
 
 
 def test_what_a_gpus_allocator_is_worth_stands_with_the_figures(tmp_path: Path) -> None:
     run = Results({"environment": {"kind": "cuda"}}, {}, complete=True)
     run.path = tmp_path / "g.json"
-    assert figures._pool(run, tmp_path) == "PyTorch's own allocator"
+    assert seed_figures._pool(run, tmp_path) == "PyTorch's own allocator"
     rows = [{"mib": 1, "lower": 0.1}, {"mib": 256, "lower": 0.75}]
     (tmp_path / "pooling-g.json").write_text(json.dumps({"rows": rows}))
-    assert figures._pool(run, tmp_path).endswith("75% lower, add_relu into 256 MiB")
+    assert seed_figures._pool(run, tmp_path).endswith("75% lower, add_relu into 256 MiB")
 
 
 def test_latencies_are_told_to_the_worst(tmp_path: Path) -> None:
     us = {way: {"p50": 1.6, "p99": 20.0, "worst": 3000.4} for way in ("eager", "optimize")}
     about = {"device": "C", "driver": "", "torch": "2", "date": "d", "calls": 10_000}
     (tmp_path / "l.json").write_text(json.dumps({**about, "us": us}))
-    text = facts.fact("latency", tmp_path / "l.json")
+    text = docs_facts.fact("latency", tmp_path / "l.json")
     assert "C; PyTorch 2; d; microseconds, 10,000 calls" in text
     assert "|  | p50 | p99 | worst |" in text
     assert "| optimize | 2 | 20 | 3000 |" in text
@@ -164,7 +166,7 @@ def test_budgets_are_told_with_losses(tmp_path: Path) -> None:
     machine = {"gpu": None, "processor": "C", "environment": {"torch": "2"}}
     whole = {"machine": machine, "before": {"time": "2026-11-23T03:00"}, "adaptive": rows}
     (tmp_path / "p.json").write_text(json.dumps(whole))
-    text = facts.fact("budgets", tmp_path / "p.json")
+    text = docs_facts.fact("budgets", tmp_path / "p.json")
     assert "C; PyTorch 2; 2026-11-23; times as fast" in text
     assert "| error at most | f32 inputs, 512 | f32 inputs, 2048 | f64 inputs, 512 |" in text
     assert "| 1e-02 | 2.00 cpu.f32 | 1.50 cpu.f32 | 3.00 cpu.f32 |" in text
@@ -182,7 +184,7 @@ def test_goals_are_told_with_misses(tmp_path: Path) -> None:
         "ok   scores 512 speed over torch.compile                          2 x    target ≥ 2\n"
         "2 missed: add, sum\n\nok   another run      3 x    target ≥ 2\n0 missed\n"
     )
-    lines = facts.fact("goals", tmp_path / "g.txt").splitlines()
+    lines = docs_facts.fact("goals", tmp_path / "g.txt").splitlines()
     assert lines[0] == "|  | reached | asked |"
     assert lines[2:] == [
         "| sum 1048576 | **2.71 us** | ≤ 2.6 |",

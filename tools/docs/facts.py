@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .terminal.user_error import Problem
+from tensorlogic.bench.terminal.user_error import Problem
 
 Document = dict[str, Any]
 GOAL = re.compile(r"(ok|MISS)\s+(.+?)\s{2,}(\S+) ?(\S*)\s+target ([≤≥]) (\S+)")

@@ -1,4 +1,4 @@
-"""Tables between markers of a Markdown file, made from result files: `python -m tensorlogic.bench.readme [--check] FILE...`.
+"""Tables between markers of a Markdown file, made from result files: `python -m tools.docs.markdown_blocks [--check] FILE...`.
 
 A marker names a result file (relative to the Markdown file) and what to show of it:
 
@@ -25,13 +25,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..system.hardware import title
-from . import facts, figures
-from .report import summary as report_summary
-from .report import tables as report_tables
-from .result_file import Results, Row, load
-from .terminal.size_text import parse
-from .terminal.user_error import Problem
+from tensorlogic.bench.report import summary as report_summary
+from tensorlogic.bench.report import tables as report_tables
+from tensorlogic.bench.result_file import Results, Row, load
+from tensorlogic.bench.terminal.size_text import parse
+from tensorlogic.bench.terminal.user_error import Problem
+from tensorlogic.system.hardware import title
+
+from . import facts as docs_facts
+from . import seed_figures
 
 BLOCK = re.compile(
     r"<!-- (?P<kind>bench|figures|fact) (?P<spec>[^>]+?) -->(?P<break>\n?)(?P<body>.*?)<!-- end (?P=kind) -->",
@@ -66,13 +68,13 @@ def rendered(text: str, folder: Path) -> str:
 def _fact(spec: str, folder: Path) -> str:
     """A name of `facts.py`, then the result file."""
     name, _, path = spec.partition(" ")
-    return facts.fact(name, folder / path)
+    return docs_facts.fact(name, folder / path)
 
 
 def _figures(spec: str, folder: Path) -> str:
     """`fused` or `others`, then the result files whose columns follow one another."""
     part, *names = spec.split()
-    return figures.tables([load(folder / n) for n in names], (folder / names[0]).parent, part)
+    return seed_figures.tables([load(folder / n) for n in names], (folder / names[0]).parent, part)
 
 
 def _block(spec: str, folder: Path) -> str:

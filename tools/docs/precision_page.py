@@ -1,4 +1,4 @@
-"""Write the tables and plots of docs/choosing-precision.md from the committed results: `python -m tensorlogic.bench.precision_page`."""
+"""Write the tables and plots of docs/choosing-precision.md from the committed results: `python -m tools.docs.precision_page`."""
 
 from __future__ import annotations
 

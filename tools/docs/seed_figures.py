@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .machine_limits import Floors
-from .result_file import Results, Row
-from .terminal.size_text import short
-from .terminal.user_error import Problem
+from tensorlogic.bench.machine_limits import Floors
+from tensorlogic.bench.result_file import Results, Row
+from tensorlogic.bench.terminal.size_text import short
+from tensorlogic.bench.terminal.user_error import Problem
 
 # the notes' speed over separate operations, by side of the matrices
 FUSED = {

@@ -51,11 +51,11 @@ site: setup
 
 # Kernels are compiled by all cores first, so that the sanitized processes only load them. Minutes for memcheck and initcheck, half an hour for
 # racecheck. compute-sanitizer before 2026.1 names the byte by which Triton's warp groups are told their work, and what cuBLASLt has written;
-# a newer one: pip install nvidia-cuda-sanitizer-api. A part: make sanitize SANITIZE='tests/test_triton_rows.py --tools memcheck'
+# a newer one: pip install nvidia-cuda-sanitizer-api. A part: make sanitize SANITIZE='tests/kernels/test_row_kernels.py --tools memcheck'
 SANITIZE ?=
 PROCESSES ?= 16
 sanitize: setup
-	$(PYTHON) -m pytest -q -n $(PROCESSES) --dist worksteal tests/test_triton_*.py tests/test_precision_*.py tests/test_group_norm.py -k "not compile and not spill"
+	$(PYTHON) -m pytest -q -n $(PROCESSES) --dist worksteal tests/test_triton_*.py tests/test_precision_*.py tests/kernels/norm/test_group_norm.py -k "not compile and not spill"
 	$(PYTHON) tools/sanitize.py --processes $(PROCESSES) $(SANITIZE)
 
 setup: $(READY)

@@ -27,7 +27,7 @@ from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from .interpreting import quicken
+    from .support.interpreting import quicken
 
     quicken()
 
@@ -110,6 +110,6 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, allowed: None) -> Any:
     """What stands for Inductor and its clock."""
-    from tests.inductor_fakes import Fake
+    from tests.support.inductor_fakes import Fake
 
     return Fake(monkeypatch)

@@ -1,7 +1,7 @@
 """Runs the kernel tests on a GPU under compute-sanitizer and writes a table: per file and tool, what was named and how it ended.
 
     python tools/sanitize.py                                          # memcheck, racecheck and initcheck of all kernel tests
-    python tools/sanitize.py tests/test_triton_rows.py --tools racecheck -k layer_norm --seconds 300
+    python tools/sanitize.py tests/kernels/test_row_kernels.py --tools racecheck -k layer_norm --seconds 300
     python tools/sanitize.py @reports/rest-racecheck.txt --tools racecheck   # what an earlier run's time did not suffice for
 
 A file's tests are shared out to processes of `--tests` each, several at once, on all GPUs there are; every process has tests from all of a

@@ -21,7 +21,7 @@ from tensorlogic.measure import isolation, timer, verification
 from tensorlogic.plans import open_stores, store
 from tensorlogic.system import capture_state, compile_pool
 
-from .clockwork import Clock, Work
+from ..support.clockwork import Clock, Work
 
 CPU = torch.device("cpu")
 RELU = OPS["relu"]

@@ -19,12 +19,11 @@ from tensorlogic.plans.environment import environment
 from tensorlogic.plans.plan import UNFINISHED, Plan
 from tensorlogic.system import compile_pool
 
-from .clockwork import Clock
-from .support.plans import begun, finish
-from .support.plans import job as job  # fixtures
-from .support.plans import kept as kept
-from .support.plans import nursed as nursed
-from .support.plans import source as source
+from ..support.clockwork import Clock
+from ..support.plans import (
+    begun,
+    finish,
+)
 
 pytestmark = pytest.mark.usefixtures("nursed")
 CPU = torch.device("cpu")

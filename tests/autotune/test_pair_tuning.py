@@ -20,7 +20,7 @@ from tensorlogic.plans.environment import environment
 from tensorlogic.plans.plan import UNFINISHED, Evidence, Plan
 from tensorlogic.system import compile_pool
 
-from .clockwork import Clock
+from ..support.clockwork import Clock
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = OPS["matmul"], OPS["matmul_backward"]

@@ -13,8 +13,11 @@ from tensorlogic.bench.result_file import OURS, Row
 from tensorlogic.bench.terminal.user_error import Problem
 from tensorlogic.cli import main
 
-from .support.bench import held, made, run
-from .support.bench import tiny as tiny  # the fixture
+from ..support.bench import (
+    held,
+    made,
+    run,  # the fixture
+)
 
 
 def test_compare_tells_better_worse_and_unchanged() -> None:

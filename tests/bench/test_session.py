@@ -29,8 +29,12 @@ from tensorlogic.bench.report import summary as report_summary
 from tensorlogic.bench.result_file import OURS, Ceilings, Row
 from tensorlogic.bench.terminal.user_error import Problem
 
-from .support.bench import TINY, held, made, run
-from .support.bench import tiny as tiny  # the fixture
+from ..support.bench import (
+    TINY,
+    held,
+    made,
+    run,  # the fixture
+)
 
 CPU = torch.device("cpu")
 

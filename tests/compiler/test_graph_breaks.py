@@ -18,8 +18,8 @@ from tensorlogic.compiler.graph_breaks import Pieces
 from tensorlogic.compiler.trace import widening
 from tensorlogic.compiler.verify.call_effects import widely
 
-from .clockwork import Clock
-from .support.graphs import Layers
+from ..support.clockwork import Clock
+from ..support.graphs import Layers
 
 
 class Cache:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tensorlogic
 
-from .support.graphs import close, served
+from ..support.graphs import close, served
 
 
 class Outputs(nn.Module):

@@ -15,7 +15,7 @@ import tensorlogic
 from tensorlogic.compiler import program_search
 from tensorlogic.compiler.optimize import OptimizedModule
 
-from .support.graphs import close, served
+from ..support.graphs import close, served
 
 
 class Block(nn.Module):

@@ -26,7 +26,7 @@ from tensorlogic.compiler.trace.exporter import trace, witness
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.python_globals import Reach
 
-from .inductor_fakes import program_of
+from ..support.inductor_fakes import program_of
 
 
 def layers(wide: int = 64) -> nn.Sequential:

@@ -23,7 +23,7 @@ from tensorlogic.guards import tensor_guard
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Kept
 
-from .support.graphs import CUDA, DEVICE, GradientTape, KernelTape
+from ..support.graphs import CUDA, DEVICE, GradientTape, KernelTape
 
 THREADS = 6
 

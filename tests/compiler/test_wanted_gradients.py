@@ -19,7 +19,7 @@ from tensorlogic.compiler.trace.compiled_call import Compiled
 from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards.errors import MISS
 
-from .support.graphs import DEVICE, PythonTape
+from ..support.graphs import DEVICE, PythonTape
 
 
 def net() -> nn.Module:

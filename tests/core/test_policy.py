@@ -17,8 +17,13 @@ from tensorlogic.core.op import OPS
 from tensorlogic.dispatch import decision, dispatcher
 from tensorlogic.system import settings
 
-from .support.plans import RELU, Served, key_of, plan, put
-from .support.plans import served as served  # the fixture
+from ..support.plans import (
+    RELU,
+    Served,
+    key_of,
+    plan,
+    put,  # the fixture
+)
 
 
 def test_policies_nest_and_end(served: Served) -> None:

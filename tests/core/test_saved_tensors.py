@@ -16,7 +16,7 @@ import tensorlogic
 from tensorlogic.core import policy
 from tensorlogic.ops.linear import LINEAR
 
-from .helpers import TABLE
+from ..support.helpers import TABLE
 
 # These make again in backward what PyTorch keeps (normalised rows, probabilities, a product), from operands that
 # they keep instead: a write to one of those raises, where PyTorch has no more use of it.

@@ -16,9 +16,11 @@ from tensorlogic.cpu_overrides import enable, overrides
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
 
-from .helpers import HALF, error, r
-from .helpers import enabled as enabled  # the fixture
-from .helpers import served as served  # the fixture
+from ..support.helpers import (
+    HALF,
+    error,
+    r,  # the fixture
+)
 
 # name -> arguments and named arguments; the call is torch.<name>
 CALLS: dict[str, Callable[[torch.dtype], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {

@@ -15,9 +15,11 @@ import tensorlogic
 from tensorlogic.cpu_overrides import overrides
 from tensorlogic.native import hook_ops as native_hook_ops
 
-from .helpers import HALF, error, r
-from .helpers import enabled as enabled  # the fixture
-from .helpers import served as served  # the fixture
+from ..support.helpers import (
+    HALF,
+    error,
+    r,  # the fixture
+)
 
 
 def modules() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:

@@ -12,7 +12,7 @@ import pytest
 
 from tensorlogic.native import hook_ops as native_hook_ops
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:

@@ -18,7 +18,7 @@ import tensorlogic
 from tensorlogic.core.weight_cache import CACHE
 from tensorlogic.cuda_graphs import capture
 
-from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net
+from ..support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net
 
 
 @torch.no_grad()

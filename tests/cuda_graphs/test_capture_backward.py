@@ -18,7 +18,7 @@ import tensorlogic
 from tensorlogic.cuda_graphs.captured_graph import CallTape
 from tensorlogic.cuda_graphs.replay import GradientReplay, Replay
 
-from .support.graphs import CUDA, DEVICE, GradientTape, net, recorded
+from ..support.graphs import CUDA, DEVICE, GradientTape, net, recorded
 
 
 def rows(count: int = 3) -> Tensor:

@@ -18,7 +18,7 @@ from tensorlogic.cuda_graphs import capture_streams, captured_graph
 from tensorlogic.measure import timer
 from tensorlogic.system import capture_state
 
-from .support.graphs import CUDA, DEVICE, captured, gradients
+from ..support.graphs import CUDA, DEVICE, captured, gradients
 
 HALF = torch.bfloat16
 GPU = torch.device("cuda", 0)

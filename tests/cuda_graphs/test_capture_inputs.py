@@ -27,7 +27,7 @@ from tensorlogic.cuda_graphs.static_buffers import once, static_like
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Guard
 
-from .support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net, recorded
+from ..support.graphs import CUDA, DEVICE, PythonTape, captured, gradients, net, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
 LINUX = sys.platform == "linux"  # it tells whether a thread has run

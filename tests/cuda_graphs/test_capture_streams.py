@@ -14,7 +14,7 @@ from tensorlogic.cuda_graphs import capture, capture_streams
 from tensorlogic.cuda_graphs.captured_graph import Tape, heal
 from tensorlogic.system import capture_state
 
-from .support.graphs import CUDA, DEVICE, captured, gradients
+from ..support.graphs import CUDA, DEVICE, captured, gradients
 
 HERE = torch.device(DEVICE, 0) if CUDA else torch.device("cpu")
 

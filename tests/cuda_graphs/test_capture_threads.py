@@ -19,7 +19,7 @@ from tensorlogic.cuda_graphs import capture, capture_streams, captured_graph
 from tensorlogic.cuda_graphs.captured_graph import Tape
 from tensorlogic.system import capture_state, process
 
-from .support.graphs import DEVICE, captured
+from ..support.graphs import DEVICE, captured
 
 
 def test_turns_to_record_are_exclusive() -> None:

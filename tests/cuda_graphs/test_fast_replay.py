@@ -18,7 +18,7 @@ from tensorlogic.cuda_graphs.replay import GradientReplay, Replay
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Kept, Watch
 
-from .support.graphs import CUDA, DEVICE, PythonTape, captured
+from ..support.graphs import CUDA, DEVICE, PythonTape, captured
 
 
 class Scaled(nn.Module):

@@ -25,7 +25,7 @@ from tensorlogic.cuda_graphs.replay import Line, Replay
 from tensorlogic.guards.errors import MISS
 from tensorlogic.native import cpu_library, cuda_driver
 
-from .driver.replaying import STREAM, Driver, captured, replay_of, tape
+from ..support.driver.replaying import STREAM, Driver, captured, replay_of, tape
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())

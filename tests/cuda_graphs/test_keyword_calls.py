@@ -13,7 +13,7 @@ from tensorlogic.compiler.runtime.program import Program
 from tensorlogic.cuda_graphs.replay import Replay
 from tensorlogic.guards.errors import MISS
 
-from .support.graphs import CUDA, DEVICE, PythonTape
+from ..support.graphs import CUDA, DEVICE, PythonTape
 
 
 class Named(nn.Module):

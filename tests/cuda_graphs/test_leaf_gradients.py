@@ -15,7 +15,7 @@ from tensorlogic.cuda_graphs import capture
 from tensorlogic.cuda_graphs.captured_graph import CallTape
 from tensorlogic.cuda_graphs.leaf_gradients import INPUTS, LEAVES
 
-from .support.graphs import CUDA, DEVICE, OpTape, net
+from ..support.graphs import CUDA, DEVICE, OpTape, net
 
 
 def recorded(fn: Callable[..., Any], **options: Any) -> capture.Captured:

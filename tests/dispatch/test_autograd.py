@@ -18,7 +18,7 @@ from tensorlogic.core.candidate import EAGER, Candidate
 from tensorlogic.core.key import Key
 from tensorlogic.core.op import OPS, Op
 
-from .helpers import PUBLIC, TABLE, TWICE, Call, close, leaves, runnable
+from ..support.helpers import PUBLIC, TABLE, TWICE, Call, close, leaves, runnable
 
 VARIANTS = {  # names of the table that are not an op's
     "matmul_gelu": "matmul",

@@ -29,8 +29,13 @@ from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.kernels import register
 from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.native import call_extension, cpu_library
-from tests.driver.standin import CPU, Device, add_relu, launcher, noted
-from tests.driver.standin import device as device  # the fixture
+from tests.support.driver.standin import (
+    CPU,
+    Device,
+    add_relu,
+    launcher,
+    noted,
+)
 
 pytestmark = [
     pytest.mark.skipif(

@@ -26,7 +26,7 @@ from tensorlogic.measure import verification
 from tensorlogic.ops.softmax_cross_entropy import joint_backward
 from tensorlogic.system.compile_pool import CompileFailure
 
-from .helpers import DEVICE, cast, full
+from ..support.helpers import DEVICE, cast, full
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 HERE = torch.device(DEVICE)

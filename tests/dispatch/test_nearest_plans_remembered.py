@@ -17,10 +17,19 @@ from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.plans import open_stores, store
 from tensorlogic.plans.store import PlanStore
 
-from .plan_samples import CPU as HERE
-from .plan_samples import linear
-from .plan_samples import plan as sample
-from .support.plans import CPU, RELU, Served, decided, key_of, plan, put, served  # noqa: F401
+from ..support.plan_samples import CPU as HERE
+from ..support.plan_samples import linear
+from ..support.plan_samples import plan as sample
+from ..support.plans import (
+    CPU,
+    RELU,
+    Served,
+    decided,
+    key_of,
+    plan,
+    put,
+    served,  # noqa: F401
+)
 
 
 def test_neighbours_are_asked_once_until_plans_or_candidates_change(

@@ -26,9 +26,16 @@ from tensorlogic.plans.plan import Evidence, Plan
 from tensorlogic.system import compile_pool
 from tensorlogic.system.compile_pool import CompileFailure
 
-from .support.plans import CPU, RELU, Served, decided, key_of, plan, put, toy
-from .support.plans import nothing_measured as nothing_measured  # the fixture
-from .support.plans import served as served  # the fixture
+from ..support.plans import (
+    CPU,
+    RELU,
+    Served,
+    decided,
+    key_of,
+    plan,
+    put,
+    toy,
+)
 
 TILES = {"products": ({"BLOCK_M": 64},)}
 

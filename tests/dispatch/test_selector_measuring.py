@@ -18,9 +18,11 @@ from tensorlogic.core.key import Key
 from tensorlogic.plans import open_stores
 from tensorlogic.system import capture_state
 
-from .support.plans import RELU, Served, decided
-from .support.plans import nothing_measured as nothing_measured  # the fixture
-from .support.plans import served as served  # the fixture
+from ..support.plans import (
+    RELU,
+    Served,
+    decided,  # the fixture
+)
 
 
 def test_tune_says_no_where_nothing_is_measured() -> None:

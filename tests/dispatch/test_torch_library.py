@@ -15,7 +15,7 @@ from tensorlogic.core.key import Key
 from tensorlogic.core.op import Op
 from tensorlogic.measure.verification import Checker
 
-from .helpers import TABLE, TWICE, Call, close, leaves
+from ..support.helpers import TABLE, TWICE, Call, close, leaves
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from tensorlogic.compiler.graph_breaks import Pieces
 from tensorlogic.compiler.object_models import Apart
 from tensorlogic.guards.finite_branches import Foretold
 
-from .support.graphs import DEVICE
+from ..support.graphs import DEVICE
 
 
 @pytest.fixture(autouse=True)

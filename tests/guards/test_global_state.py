@@ -16,7 +16,7 @@ import tensorlogic
 from tensorlogic.cuda_graphs.captured_graph import CallTape
 from tensorlogic.cuda_graphs.replay import Replay
 
-from .support.graphs import (
+from ..support.graphs import (
     CUDA,
     DEVICE,
     QUESTIONS,

@@ -12,7 +12,7 @@ from torch import nn
 import tensorlogic
 from tensorlogic.guards import global_state
 
-from .support.graphs import DEVICE, QUESTIONS, optimized, some
+from ..support.graphs import DEVICE, QUESTIONS, optimized, some
 
 
 def test_what_pytorch_and_we_ask_for_others_is_not_noted() -> None:

@@ -18,9 +18,9 @@ from tensorlogic.kernels.mixed_precision import f64_gemm, mixed_gemm
 from tensorlogic.kernels.softmax import smem
 from tensorlogic.kernels.triton_runtime import launch
 
-from .gluon import standin
-from .support.gemm import COLUMNWISE, RING, check, specialised
-from .support.triton import close, poisoned, rand
+from ..support.gemm import COLUMNWISE, RING, check, specialised
+from ..support.gluon import standin as gluon_standin
+from ..support.triton import close, poisoned, rand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ Shape = tuple[int, int, int, int, int]
 @pytest.fixture(autouse=True)
 def instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers prepare their kernels on the stand-in."""
-    monkeypatch.setattr(launch, "prepare", standin.prepare)
+    monkeypatch.setattr(launch, "prepare", gluon_standin.prepare)
 
 
 def products(ring: str = "two", part: int = 0, **options: Any) -> None:
@@ -119,7 +119,7 @@ def rounded(kind: str = "plain", shape: tuple[int, int, int, int] = (1, 64, 64, 
     found = mixed_gemm.described((m, n, k), *lies, (n, 1), shape, 2)
     assert found is not None
     y = torch.full((m, n), torch.nan)
-    run = standin.prepare(mixed_gemm.triton_mixed.gemm_mixed, device=CPU, **found)
+    run = gluon_standin.prepare(mixed_gemm.triton_mixed.gemm_mixed, device=CPU, **found)
     assert run(x, w, x, w, y)
     want = x.double() @ w.double()
     assert float(((y.double() - want).norm(dim=1) / want.norm(dim=1)).max()) < 1e-3
@@ -145,7 +145,7 @@ def products_widened(
     lies = [Operand(NAMES[t.dtype], t.stride(0), t.stride(1)) for t in (x, w, y)]
     found = f64_gemm.described(sizes, *lies, shape, 2)
     assert found is not None
-    assert standin.prepare(f64_gemm.triton_widened.gemm_widened, device=CPU, **found)(x, w, y)
+    assert gluon_standin.prepare(f64_gemm.triton_widened.gemm_widened, device=CPU, **found)(x, w, y)
     torch.testing.assert_close(y, (x.double() @ w.double()).to(y.dtype), rtol=1e-6, atol=1e-7)
 
 
@@ -344,7 +344,7 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         return text.replace(right, wrong)
 
     passes(notices)
-    monkeypatch.setattr(launch, "prepare", partial(standin.prepare, edit=edit))
-    monkeypatch.setattr(standin, "prepare", launch.prepare)
+    monkeypatch.setattr(launch, "prepare", partial(gluon_standin.prepare, edit=edit))
+    monkeypatch.setattr(gluon_standin, "prepare", launch.prepare)
     with pytest.raises(AssertionError):
         notices()

@@ -20,8 +20,16 @@ from tensorlogic.kernels.norm import layer_norm as norm_layer_norm
 from tensorlogic.kernels.reduce import contiguous as reduce_contiguous
 from tensorlogic.kernels.softmax import rows as softmax_rows
 
-from .helpers import far_rows
-from .support.triton import DEVICE, REDUCE, TORCH, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from ..support.helpers import far_rows
+from ..support.triton import (
+    DEVICE,
+    REDUCE,
+    TORCH,
+    Config,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture)
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

@@ -24,7 +24,9 @@ from tensorlogic.kernels.reduce import contiguous as reduce_contiguous
 from tensorlogic.kernels.softmax import rows as softmax_rows
 from tensorlogic.kernels.triton_runtime import launch
 
-from .compiled import STACK, resources  # isort: skip
+from ..support.compiled import STACK
+
+from ..support.compiled import resources  # isort: skip
 
 MODULES = (
     elementwise_column_passes,

@@ -19,7 +19,7 @@ from tensorlogic.plans.environment import environment
 from tensorlogic.plans.machine_notes import Notes
 from tensorlogic.plans.plan import DISTURBED, Plan
 
-from .clockwork import Clock
+from ..support.clockwork import Clock
 
 CPU = torch.device("cpu")
 OWN_US = (650.0, 800.0, 950.0)  # of the planted candidate's configurations

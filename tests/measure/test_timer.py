@@ -24,8 +24,8 @@ from tensorlogic.measure import timer
 from tensorlogic.measure.verification import Checker
 from tensorlogic.plans.environment import environment
 
-from .clockwork import Clock
-from .helpers import PUBLIC, cases, full
+from ..support.clockwork import Clock
+from ..support.helpers import PUBLIC, cases, full
 
 INF = float("inf")
 

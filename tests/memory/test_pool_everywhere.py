@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     native_hook_ops.available() is not None, reason=str(native_hook_ops.available())
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 

@@ -17,8 +17,8 @@ from tensorlogic.memory import pinned_buffers, transfer
 from tensorlogic.memory.transfer_tuning import MIB
 from tensorlogic.native import call_extension, cpu_library
 
-from .driver.copies import Engine
-from .driver.replaying import Driver
+from ..driver.copies import Engine
+from ..support.driver.replaying import Driver
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason="needs the compiled calls"

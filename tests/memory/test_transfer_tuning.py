@@ -17,7 +17,7 @@ from tensorlogic.memory.transfer_tuning import MIB, Rule, Stores
 from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
 
-from .driver.copies import Engine
+from ..driver.copies import Engine
 
 CPU = torch.device("cpu")
 FOREVER = float("inf")

@@ -19,7 +19,7 @@ from tensorlogic.core.op import OPS
 from tensorlogic.mixed_precision import adaptive, candidate_order, error_statistics, formats_cpu
 from tensorlogic.mixed_precision import candidate_order as mixed_precision_candidate_order
 
-from .helpers import ALL_FLOATS, off
+from ..support.helpers import ALL_FLOATS, off
 
 
 @pytest.mark.parametrize("rtol", [1e-2, 1e-3, 1e-4, 1e-6])

@@ -21,8 +21,8 @@ from tensorlogic.mixed_precision import candidate_order as mixed_precision_candi
 from tensorlogic.mixed_precision.adaptive import Adaptive
 from tensorlogic.native import cpu_library
 
-from .helpers import off
-from .support.native import LEVELS, forced
+from ..support.helpers import off
+from ..support.native import LEVELS, forced
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

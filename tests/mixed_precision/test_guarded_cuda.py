@@ -22,10 +22,12 @@ from tensorlogic.kernels.mixed_precision import data_statistics, guard_recompute
 from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.mixed_precision import error_statistics, formats_cuda, guarded_cuda, number_formats
 from tensorlogic.mixed_precision.product_sites import Place
-from tests.driver.standin import CPU, Device
-from tests.driver.standin import device as device  # the fixture
+from tests.support.driver.standin import (
+    CPU,
+    Device,  # the fixture
+)
 
-from .driver.cublaslt import Library
+from ..driver.cublaslt import Library
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())

@@ -13,7 +13,7 @@ import torch
 
 from tensorlogic.mixed_precision import adaptive, candidate_order
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "precision_problems.py"))
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "precision_problems.py"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -21,7 +21,7 @@ from tensorlogic.core.op import OPS
 from tensorlogic.mixed_precision import formats_cpu, number_formats
 from tensorlogic.native import cpu_library
 
-from .helpers import ALL_FLOATS, off
+from ..support.helpers import ALL_FLOATS, off
 
 WAYS = list(OPS["matmul"].precise.candidates)  # type: ignore[union-attr]
 

@@ -21,8 +21,14 @@ from tensorlogic.native import cpu_library, library_files
 from tensorlogic.ops.common.dropout_rng import keep_mask
 from tensorlogic.system import settings
 
-from .support.native import DTYPES, EXACT, INF, NAN, assert_ulps, ulps_of
-from .support.native import ops as ops  # the fixture
+from ..support.native import (
+    DTYPES,
+    EXACT,
+    INF,
+    NAN,
+    assert_ulps,
+    ulps_of,
+)
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
@@ -310,7 +316,7 @@ def test_neon_branch_compiles(tmp_path: Path) -> None:
         pytest.skip("no g++ here")
     command = [cross] if cross else [str(here), "-D__aarch64__", f"-I{tmp_path}"]
     (tmp_path / "arm_neon.h").write_text(NEON)
-    sources = Path(__file__).resolve().parent.parent / "csrc"
+    sources = Path(__file__).resolve().parents[2] / "csrc"
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wno-psabi", f"-I{sources}"]
     portable = str(sources / "isa" / "portable.cpp")
     done = subprocess.run([*map(str, command), *flags, portable], capture_output=True, text=True)

@@ -15,7 +15,7 @@ from tensorlogic.core.op import OPS
 from tensorlogic.dispatch import dispatcher
 from tensorlogic.system import hardware
 
-from .helpers import FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
+from ..support.helpers import FLOATS, PUBLIC, call, cases, cast, eager, full, reference, runnable
 
 INTERPRETED = hardware.interpreting()
 PAIRS = [(name, id) for name in PUBLIC for id in OPS[name].candidates]

@@ -13,7 +13,7 @@ from tensorlogic.dispatch import self_test
 from tensorlogic.native import hook_extension
 from tensorlogic.native import hook_ops as native_hook_ops
 
-from .helpers import TABLE, close, leaves
+from ..support.helpers import TABLE, close, leaves
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -21,7 +21,7 @@ from tensorlogic.dispatch import dispatcher, fast_path, torch_library
 from tensorlogic.measure.verification import Checker
 from tensorlogic.system import function_modes
 
-from .helpers import PUBLIC, cases
+from ..support.helpers import PUBLIC, cases
 
 
 @pytest.fixture(params=[torch.float64, torch.float16], ids=str)

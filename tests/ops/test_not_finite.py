@@ -15,7 +15,7 @@ from tensorlogic.ops.attention_scores import backward_call, masked
 from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.linear import linear
 
-from .helpers import by_way
+from ..support.helpers import by_way
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tensorlogic as t
 
-from .helpers import LOGITS, MEAN, TARGET, VAR, B, G, H, K, Q, W, X, bn, ce, scores
+from ..support.helpers import LOGITS, MEAN, TARGET, VAR, B, G, H, K, Q, W, X, bn, ce, scores
 
 HUGE = torch.ones(1, 1).expand(1 << 14, 1 << 14)  # 1 GiB if it were written out
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tensorlogic as t
 
-from .helpers import LOGITS, MEAN, TARGET, VAR, B, G, H, K, W, X, bn, ce, scores
+from ..support.helpers import LOGITS, MEAN, TARGET, VAR, B, G, H, K, W, X, bn, ce, scores
 
 FREED = torch.randn(3, 4)
 FREED.untyped_storage().resize_(0)

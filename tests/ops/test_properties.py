@@ -18,7 +18,7 @@ from tensorlogic.core.op import OPS, Op
 from tensorlogic.dispatch import dispatcher
 from tensorlogic.system import hardware
 
-from .helpers import PUBLIC, reference, runnable
+from ..support.helpers import PUBLIC, reference, runnable
 
 SIZES = st.sampled_from([1, 2, 3, 5, 7, 8, 16, 17, 33])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])

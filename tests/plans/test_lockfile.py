@@ -20,7 +20,7 @@ from tensorlogic.plans.lockfile import export_lockfile, load_lockfile
 from tensorlogic.plans.store import PlanStore
 from tensorlogic.system import settings
 
-from .plan_samples import CPU, GPU, anything, linear, plan
+from ..support.plan_samples import CPU, GPU, anything, linear, plan
 
 
 @pytest.fixture

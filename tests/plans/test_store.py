@@ -22,7 +22,7 @@ from tensorlogic.plans import store as plans_store
 from tensorlogic.plans.plan import Evidence, Plan
 from tensorlogic.plans.store import PlanStore
 
-from .plan_samples import CPU, anything, linear, plan, spec
+from ..support.plan_samples import CPU, anything, linear, plan, spec
 
 
 @pytest.fixture

@@ -14,8 +14,12 @@ from tensorlogic.core.op import OPS
 from tensorlogic.providers import liger
 from tensorlogic.providers.adapter import Package
 
-from .provider_fakes import CPU, LABELS, half, key
-from .provider_fakes import nothing_stays as nothing_stays  # the fixture
+from ..support.provider_fakes import (
+    CPU,
+    LABELS,
+    half,
+    key,  # the fixture
+)
 
 with_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None or torch.cuda.is_available(),

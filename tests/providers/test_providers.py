@@ -21,19 +21,24 @@ from tensorlogic.core.op import OPS
 from tensorlogic.measure.verification import Checker
 from tensorlogic.providers import liger, quack
 from tensorlogic.providers.adapter import Package
-from tests import provider_fakes
+from tests.support import provider_fakes as support_provider_fakes
 
-from .provider_fakes import CPU, LABELS, half, key, of_an_adapter
-from .provider_fakes import nothing_stays as nothing_stays  # the fixture
+from ..support.provider_fakes import (
+    CPU,
+    LABELS,
+    half,
+    key,
+    of_an_adapter,
+)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROVIDERS = {"quack": quack, "liger": liger}
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for QuACK that is found, and that may run on this machine's device."""
-    provider_fakes.quack(tmp_path / "site")
+    support_provider_fakes.quack(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(Package, "available", lambda self, device: self.missing())
     quack.register(OPS)
@@ -70,7 +75,7 @@ def test_without_the_package_nothing_appears_and_nothing_is_imported(
 def test_metadata_without_the_module_counts_as_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider_fakes.install(tmp_path / "site", "torn-kernels", "elsewhere", "1.0", {})
+    support_provider_fakes.install(tmp_path / "site", "torn-kernels", "elsewhere", "1.0", {})
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     torn = Package("torn-kernels", "torn_kernels", extra="torn", capability=9)
     assert torn.text == "torn-kernels 1.0"
@@ -80,7 +85,7 @@ def test_metadata_without_the_module_counts_as_not_installed(
 def test_they_appear_when_installed_and_are_imported_only_when_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider_fakes.quack(tmp_path / "site")
+    support_provider_fakes.quack(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     quack.register(OPS)
     asked = key("softmax", half(4, 64), 1, False)
@@ -102,8 +107,8 @@ def test_the_project_declares_its_adapters_as_third_parties_do() -> None:
 
 def test_the_door_is_the_entry_point_and_import_costs_nothing(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    provider_fakes.quack(site)
-    provider_fakes.install(site, "somebodys-adapters", "somebodys_adapters", "1.0", {})
+    support_provider_fakes.quack(site)
+    support_provider_fakes.install(site, "somebodys-adapters", "somebodys_adapters", "1.0", {})
     points = f"[tensorlogic.candidates]\nquack-again = {quack.__name__}:register\n"
     (site / "somebodys_adapters-1.0.dist-info" / "entry_points.txt").write_text(points)
     code = (
@@ -129,7 +134,7 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_version_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
     for version in ("0.6.5", "0.6.6"):
-        provider_fakes.quack(tmp_path / version, version)
+        support_provider_fakes.quack(tmp_path / version, version)
         with monkeypatch.context() as patch:
             patch.syspath_prepend(str(tmp_path / version))
             quack.register(OPS)
@@ -300,7 +305,7 @@ def test_it_is_measured_and_explained_like_any_other(installed: None) -> None:
 def test_a_wrong_package_is_refused_with_its_reason_and_never_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider_fakes.quack(tmp_path / "site", fault="* 1.1")
+    support_provider_fakes.quack(tmp_path / "site", fault="* 1.1")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(Package, "available", lambda self, device: self.missing())
     quack.register(OPS)

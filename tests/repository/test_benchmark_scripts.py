@@ -14,7 +14,7 @@ from tensorlogic.core.op import OPS
 from tensorlogic.dispatch import candidate_loading
 from tensorlogic.native import cpu_library
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())
 )

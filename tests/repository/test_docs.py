@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import tensorlogic
-from tests import doc_runner
+from tests.support import doc_runner as support_doc_runner
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EVERY = sorted(
     str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
 )
@@ -35,7 +35,7 @@ def run(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TENSORLOGIC_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.doc_runner", str(folder / "run"), *names],
+        [sys.executable, "-m", "tests.support.doc_runner", str(folder / "run"), *names],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -65,7 +65,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_code_of_documents_runs(results: dict[str, dict[str, Any]], name: str) -> None:
     assert not results[name]["wrong"], "\n".join(results[name]["wrong"])
-    code = [b for b in doc_runner.blocks((ROOT / name).read_text()) if b[0] in ("python", "sh")]
+    code = [
+        b for b in support_doc_runner.blocks((ROOT / name).read_text()) if b[0] in ("python", "sh")
+    ]
     assert results[name]["ran"] == len(code)
 
 
@@ -82,7 +84,11 @@ def test_translations_are_faithful(name: str) -> None:
     """The same code but for its comments, the same generated tables, headings of the same depth, links and words of code."""
     text, original = ((ROOT / n).read_text() for n in (name, name.replace(".ja", "")))
     code, theirs = (
-        [(lang, COMMENT.sub("", code)) for lang, code, _ in doc_runner.blocks(t) if lang != "text"]
+        [
+            (lang, COMMENT.sub("", code))
+            for lang, code, _ in support_doc_runner.blocks(t)
+            if lang != "text"
+        ]
         for t in (text, original)
     )
     assert code == theirs
@@ -197,7 +203,7 @@ def test_the_runner_reports_what_fails(tmp_path: Path) -> None:
         "```python\na = 1\n```\n```python\nassert a == 2\n```\n```text\nnot run\n```\n"
         "```python\n>>> a + 1\n3\n```\n```sh\ntensorlogic plans verify absent.json\n```\n"
     )
-    ran, wrong = doc_runner.document(page)
+    ran, wrong = support_doc_runner.document(page)
     assert ran == 4
     assert [w.splitlines()[0].split(":")[0] for w in wrong[::2]] == ["page.md", "page.md"]
     assert len(wrong) == 3

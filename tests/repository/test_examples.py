@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import tensorlogic
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_CPU_S = 60.0  # of processor time; it takes about 10
 
 

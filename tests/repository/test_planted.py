@@ -22,8 +22,13 @@ from tensorlogic.plans.environment import environment
 from tensorlogic.plans.lockfile import export_lockfile
 from tensorlogic.plans.plan import Evidence, Plan
 
-from .support.plans import CPU, WRONG, Install, inputs, reasons
-from .support.plans import install as install  # the fixture
+from ..support.plans import (
+    CPU,
+    WRONG,
+    Install,
+    inputs,
+    reasons,
+)
 
 FIVE = ("off_by_one_row", "stale_output", "f16_accumulation", "odd_sizes", "nan_in_one")
 

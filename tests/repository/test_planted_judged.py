@@ -17,8 +17,11 @@ from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.measure import verification
 from tensorlogic.plans import open_stores
 
-from .support.plans import CPU, Install, inputs
-from .support.plans import install as install  # the fixture
+from ..support.plans import (
+    CPU,
+    Install,
+    inputs,  # the fixture
+)
 
 
 def test_running_statistics_are_judged_as_well(install: Install) -> None:

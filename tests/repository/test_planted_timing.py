@@ -17,9 +17,12 @@ from tensorlogic.autotune import ranking, tuner
 from tensorlogic.measure import timer, verification
 from tensorlogic.plans.plan import Evidence, Plan
 
-from .clockwork import Work
-from .support.plans import Install, inputs, reasons
-from .support.plans import install as install  # the fixture
+from ..support.clockwork import Work
+from ..support.plans import (
+    Install,
+    inputs,
+    reasons,
+)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tensorlogic.core.op import OPS
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "device" / "random_cases.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "device" / "random_cases.py"
     monkeypatch.syspath_prepend(str(path.parent))
     spec = importlib.util.spec_from_file_location("random_cases", path)
     assert spec is not None

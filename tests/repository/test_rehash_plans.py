@@ -17,9 +17,9 @@ from tensorlogic.plans import file_format
 from tensorlogic.plans.lockfile import export_lockfile, load_lockfile
 from tensorlogic.plans.plan import Evidence, Plan
 
-from .plan_samples import CPU, linear
+from ..support.plan_samples import CPU, linear
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Hashes = dict[str, dict[str, str]]
 
 

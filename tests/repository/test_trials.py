@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from .support.triton import default_device  # noqa: F401  (a fixture, and the interpreter)
+from ..support.triton import default_device  # noqa: F401  (a fixture, and the interpreter)
 
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip  (after the interpreter is asked for)
-from .compiled import resources  # isort: skip
+from ..support.compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks" / "device"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "device"))
     return importlib.import_module("trial_shapes")
 
 

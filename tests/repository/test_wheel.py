@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("hatchling")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def wheel(tmp_path: Path, libraries: dict[str, bytes]) -> Path:

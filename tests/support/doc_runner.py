@@ -1,4 +1,4 @@
-"""Run the code of documents and docstrings in a process of its own: `python -m tests.doc_runner FOLDER NAME...`.
+"""Run the code of documents and docstrings in a process of its own: `python -m tests.support.doc_runner FOLDER NAME...`.
 
 A name is a Markdown file of the checkout, or "tensorlogic.NAME" for the docstring of a public name. The blocks of a file
 share one namespace and run in order in an empty folder: `python` blocks (with `>>>` as doctests), and `sh` blocks whose
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

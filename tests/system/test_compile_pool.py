@@ -18,11 +18,11 @@ import pytest
 
 from tensorlogic.system import compile_pool, compile_workers, settings
 
-from .support.plans import JOBS, begun, finish
-from .support.plans import job as job  # the fixture
-from .support.plans import kept as kept  # the fixture
-from .support.plans import nursed as nursed  # the fixture
-from .support.plans import source as source  # the fixture
+from ..support.plans import (
+    JOBS,
+    begun,
+    finish,  # the fixture
+)
 
 
 def never_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

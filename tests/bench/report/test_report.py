@@ -18,7 +18,7 @@ from tensorlogic.bench.result_file import OURS, Ceilings, Results, Row
 from tensorlogic.bench.terminal.user_error import Problem
 from tensorlogic.cli import main
 
-FILES = Path(__file__).parents[1] / "benchmarks" / "results"
+FILES = Path(__file__).parents[3] / "benchmarks" / "results"
 LIMIT = 2 << 20  # bytes of a page
 
 

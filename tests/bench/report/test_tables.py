@@ -16,8 +16,10 @@ from tensorlogic.bench.terminal.user_error import Problem
 from tools.docs import facts as docs_facts
 from tools.docs import markdown_blocks, seed_figures
 
-from .support.bench import held, made
-from .support.bench import tiny as tiny  # the fixture
+from ...support.bench import (
+    held,
+    made,  # the fixture
+)
 
 
 def test_summary_and_tables_show_losses() -> None:

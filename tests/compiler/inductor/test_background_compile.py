@@ -16,10 +16,10 @@ import torch
 import tensorlogic
 from tensorlogic.compiler.inductor import background_compile, comparison
 from tensorlogic.system import compile_workers, idle_resources, settings
-from tests.inductor_fakes import DEVICE, Fake
+from tests.support.inductor_fakes import DEVICE, Fake
 
-from .inductor_fakes import Chain, same, x
-from .support.graphs import Layers
+from ...support.graphs import Layers
+from ...support.inductor_fakes import Chain, same, x
 
 GIB = 1 << 30
 

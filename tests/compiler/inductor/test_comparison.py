@@ -18,7 +18,7 @@ from tensorlogic.compiler.inductor import background_compile, comparison, compil
 from tensorlogic.compiler.reporting.report import Report, Row
 from tensorlogic.guards import errors
 from tensorlogic.plans import open_stores
-from tests.inductor_fakes import DEVICE, Chain, Fake, Normed, same, x
+from tests.support.inductor_fakes import DEVICE, Chain, Fake, Normed, same, x
 
 
 def row(report: Report) -> Row:

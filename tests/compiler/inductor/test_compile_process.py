@@ -16,7 +16,7 @@ from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
 from tensorlogic.system import settings
 
-from .inductor_fakes import DEVICE, Normed, Tails, graded, left, same, x
+from ...support.inductor_fakes import DEVICE, Normed, Tails, graded, left, same, x
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),

@@ -19,8 +19,16 @@ from tensorlogic.compiler.runtime.program import Program
 from tensorlogic.compiler.verify.whole_model import Whole
 from tensorlogic.core.tolerance import Verdict
 from tensorlogic.plans import open_stores
-from tests.inductor_fakes import DEVICE, Fake, Tails, graded, left, same, tails, x
-from tests.inductor_fakes import ours as ours  # the fixture
+from tests.support.inductor_fakes import (
+    DEVICE,
+    Fake,
+    Tails,
+    graded,
+    left,
+    same,
+    tails,
+    x,
+)
 
 
 def whole(report: Report) -> Row:

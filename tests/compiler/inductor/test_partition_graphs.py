@@ -16,10 +16,14 @@ from tensorlogic.compiler.inductor import compile_process, partition
 from tensorlogic.compiler.runtime.program import Program
 from tensorlogic.compiler.trace import compiled_call
 from tensorlogic.ops.linear import linear
-from tests.inductor_fakes import DEVICE, Fake, program_of
+from tests.support.inductor_fakes import DEVICE, Fake, program_of
 
-from .inductor_fakes import left, same, tails, x
-from .inductor_fakes import ours as ours  # the fixture
+from ...support.inductor_fakes import (
+    left,
+    same,
+    tails,
+    x,
+)
 
 
 def by_itself(program: Program, tmp_path: Path) -> Program:

@@ -23,7 +23,7 @@ from tensorlogic.compiler.tune import stream_parallelism as tune_stream_parallel
 from tensorlogic.cuda_graphs import replay as cuda_graphs_replay
 from tensorlogic.measure import timer
 
-from .clockwork import Clock
+from ...support.clockwork import Clock
 
 
 class Towers(nn.Module):

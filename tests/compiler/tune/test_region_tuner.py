@@ -37,7 +37,7 @@ from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.plans import open_stores
 from tensorlogic.system import compile_pool
 
-from .clockwork import Clock
+from ...support.clockwork import Clock
 
 
 def row(way: str, ratio: float, error: float) -> Row:

@@ -16,7 +16,7 @@ from tensorlogic.compiler.trace.exporter import trace
 from tensorlogic.compiler.verify import gradients as verify_gradients
 from tensorlogic.guards import errors
 
-from .support.graphs import close
+from ...support.graphs import close
 
 
 class Through(torch.autograd.Function):

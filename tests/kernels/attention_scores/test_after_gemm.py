@@ -13,10 +13,15 @@ from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.measure.verification import Checker
 from tensorlogic.system.compile_pool import CompileFailure
 
-from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from ...support.triton import (
+    DEVICE,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture)
+)
 
 from tensorlogic.kernels.attention_scores import after_gemm as attention_scores_after_gemm  # isort: skip  (after the interpreter is asked for)
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .support.triton import DEVICE, Config, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from ...support.triton import (
+    DEVICE,
+    Config,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture)
+)
 
 from tensorlogic.kernels.attention_scores import recompute as attention_scores_recompute  # isort: skip  (after the interpreter is asked for)
 

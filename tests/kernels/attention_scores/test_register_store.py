@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from .support.triton import DEVICE, HOPPER, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from ...support.triton import (
+    DEVICE,
+    HOPPER,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture)
+)
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.dispatch import candidate_loading  # isort: skip
@@ -16,7 +22,7 @@ from tensorlogic.kernels.attention_scores import (
     hopper_register_store as attention_scores_hopper_register_store,
 )  # isort: skip
 
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 SHAPES = (
     (2, 3, 320, 512, 64),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlogic.native import cpu_library
 
-from .support.native import DTYPES, INF, LAYOUTS, NAN, assert_product, forced
+from ...support.native import DTYPES, INF, LAYOUTS, NAN, assert_product, forced
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

@@ -25,8 +25,8 @@ from tensorlogic.measure import timer
 from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
 
-from .clockwork import Work
-from .support.native import forced
+from ...support.clockwork import Work
+from ...support.native import forced
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

@@ -18,7 +18,7 @@ from tensorlogic.kernels.cpu import gemm as cpu_gemm
 from tensorlogic.measure.verification import Checker
 from tensorlogic.native import cpu_library
 
-from .support.native import (
+from ...support.native import (
     DTYPES,
     EXACT,
     INF,
@@ -31,7 +31,6 @@ from .support.native import (
     expected,
     ulps_of,
 )
-from .support.native import ops as ops  # the fixture
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

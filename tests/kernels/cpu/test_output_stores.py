@@ -22,7 +22,7 @@ from tensorlogic.plans import open_stores
 from tensorlogic.plans.environment import environment
 from tensorlogic.plans.plan import Evidence, Plan
 
-from .clockwork import Clock
+from ...support.clockwork import Clock
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from tensorlogic.native import cpu_library
 
-from .helpers import far_rows
-from .support.native import DTYPES, INF, NAN
-from .support.native import ops as ops  # the fixture
+from ...support.helpers import far_rows
+from ...support.native import (
+    DTYPES,
+    INF,
+    NAN,  # the fixture
+)
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
+    DEVICE,
+    TORCH,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture, and the interpreter)
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.plans import store
@@ -27,7 +33,7 @@ from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.system import compile_pool
 
 from tensorlogic.kernels import register  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 GPU = DEVICE.type == "cuda"

@@ -8,13 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .support.triton import DEVICE, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
+    DEVICE,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture, and the interpreter)
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.cross_entropy import prefetch as cross_entropy_prefetch  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

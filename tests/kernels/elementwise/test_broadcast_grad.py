@@ -26,10 +26,10 @@ from tensorlogic.ops.pointwise import definitions
 from tensorlogic.ops.pointwise.definitions import POINTWISE_BACKWARD, pointwise_backward
 from tensorlogic.ops.pointwise.triton_broadcast_grad import READS
 
-from .compiled import made
-from .support.triton import DEVICE
-from .support.triton import close_to_largest as close
-from .support.triton import randn as rand
+from ...support.compiled import made
+from ...support.triton import DEVICE
+from ...support.triton import close_to_largest as close
+from ...support.triton import randn as rand
 
 ID = "triton.shared"
 MEANINGS: dict[str, Callable[..., Tensor]] = {

@@ -20,11 +20,11 @@ from tensorlogic.kernels.elementwise import elementwise as elementwise_elementwi
 from tensorlogic.kernels.reduce import contiguous as reduce_contiguous
 from tensorlogic.ops.common.dropout_rng import keep_mask
 
-from .support.triton import DEVICE
-from .support.triton import TOLERANCE_OF_LARGEST as TOLERANCE
-from .support.triton import close_to_largest as close
-from .support.triton import nan_filled as poisoned
-from .support.triton import randn as rand
+from ...support.triton import DEVICE
+from ...support.triton import TOLERANCE_OF_LARGEST as TOLERANCE
+from ...support.triton import close_to_largest as close
+from ...support.triton import nan_filled as poisoned
+from ...support.triton import randn as rand
 
 SHAPES = [(1, 5), (7, 16), (33, 37), (50, 129)]
 CONFIGS = [{"BLOCK_R": 8, "BLOCK_C": 32, "parts": parts, "num_warps": 4} for parts in (1, 3)]

@@ -11,7 +11,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
+    DEVICE,
+    TORCH,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture, and the interpreter)
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core import policy
@@ -27,8 +33,8 @@ from tensorlogic.ops.pointwise import definitions
 
 from tensorlogic.ops.pointwise import joint_backward  # isort: skip
 
-from .compiled import nothing_spills  # isort: skip
-from .helpers import guessed_best  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
+from ...support.helpers import guessed_best  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 NAN, INF = float("nan"), float("inf")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import DEVICE, GUARD, TORCH, close, rand
+from ...support.triton import DEVICE, GUARD, TORCH, close, rand
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
@@ -26,7 +26,7 @@ from tensorlogic.ops.common import layouts as common_layouts
 from tensorlogic.ops.pointwise import reference
 
 from tensorlogic.ops.pointwise import shapes  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 TILES = (

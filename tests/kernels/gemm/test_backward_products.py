@@ -11,10 +11,10 @@ from torch import Tensor
 
 import tensorlogic
 
-from .support.triton import DEVICE
-from .support.triton import close_to_largest as close
-from .support.triton import nan_filled as poisoned
-from .support.triton import randn as rand
+from ...support.triton import DEVICE
+from ...support.triton import close_to_largest as close
+from ...support.triton import nan_filled as poisoned
+from ...support.triton import randn as rand
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from .support.gemm import COLUMNWISE, check
-from .support.triton import DEVICE
+from ...support.gemm import COLUMNWISE, check
+from ...support.triton import DEVICE
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
@@ -18,7 +18,7 @@ from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.gemm.spec import GemmSpec
 
 from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 
 def product(n: int, dtype: str = "f32", m: int = 300, k: int = 1000) -> bind.Product:

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from .support.gemm import COLUMNWISE, check  # first: it asks for the interpreter
-from .support.triton import DEVICE
+from ...support.gemm import (
+    COLUMNWISE,
+    check,  # first: it asks for the interpreter
+)
+from ...support.triton import DEVICE
 
 import tensorlogic  # isort: skip
 from tensorlogic.dispatch import candidate_loading  # isort: skip
@@ -19,7 +22,7 @@ from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.gemm.spec import GemmSpec
 
 from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 LAYOUT = "row column row"  # weights as torch keeps them

@@ -10,14 +10,14 @@ import torch
 
 from tensorlogic.kernels.gemm import tiled
 
-from .support.gemm import COLUMNWISE, RING, check, matrix, operand, specialised
-from .support.triton import DEVICE, HOPPER
+from ...support.gemm import COLUMNWISE, RING, check, matrix, operand, specialised
+from ...support.triton import DEVICE, HOPPER
 
 from tensorlogic.kernels.gemm import hopper  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.kernels.gemm.spec import GemmSpec
 
 from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 WIDE = RING | {"wide": (2, 256, 64, 3)}
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import tensorlogic
 
-from .support.triton import DEVICE
-from .support.triton import close_to_largest as close
-from .support.triton import nan_filled as poisoned
-from .support.triton import randn as rand
+from ...support.triton import DEVICE
+from ...support.triton import close_to_largest as close
+from ...support.triton import nan_filled as poisoned
+from ...support.triton import randn as rand
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
@@ -28,7 +28,7 @@ from tensorlogic.kernels.triton_runtime import launch
 
 from tensorlogic.kernels.gemm import padding_kernel  # isort: skip
 
-from .compiled import nothing_spills  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
 
 candidate_loading.ready(DEVICE.type)
 CONFIG = {"BLOCK_R": 4, "BLOCK_C": 16, "num_warps": 4}

@@ -19,8 +19,8 @@ from tensorlogic.kernels.gemm import tiled
 from tensorlogic.kernels.gemm.spec import GemmSpec, Operand
 from tensorlogic.ops.common.dropout_rng import keep_mask
 
-from .support.gemm import ACTS, COLUMNWISE, EPS, OFFSET, SEED, SMALL, K, M, N, P, check, operand
-from .support.triton import DEVICE, TORCH
+from ...support.gemm import ACTS, COLUMNWISE, EPS, OFFSET, SEED, SMALL, K, M, N, P, check, operand
+from ...support.triton import DEVICE, TORCH
 
 STRATEGIES = {
     "tiled": SMALL,

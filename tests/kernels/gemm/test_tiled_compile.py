@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .support.gemm import COLUMNWISE
+from ...support.gemm import COLUMNWISE
 
 from tensorlogic.kernels.gemm import tiled  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.kernels.gemm.spec import GemmSpec
 
 from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 
 def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:

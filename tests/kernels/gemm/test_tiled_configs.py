@@ -12,8 +12,8 @@ from torch import Tensor
 from tensorlogic.kernels.gemm import tiled
 from tensorlogic.kernels.gemm.spec import GemmSpec, Operand
 
-from .support.gemm import K, M, N
-from .support.triton import DEVICE
+from ...support.gemm import K, M, N
+from ...support.triton import DEVICE
 
 
 def test_contradictions_and_limits_are_named() -> None:

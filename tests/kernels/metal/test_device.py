@@ -7,16 +7,16 @@ import torch
 
 from tensorlogic.core.op import OPS
 
-from .metal import trials
+from ...support.metal import trials as metal_trials
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mps.is_available(), reason="there is no Apple GPU here"
 )
 
 
-@pytest.mark.parametrize("dtype", trials.DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "id"), trials.PAIRS)
+@pytest.mark.parametrize("dtype", metal_trials.DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "id"), metal_trials.PAIRS)
 def test_shaders_match_float64_on_the_gpu(name: str, id: str, dtype: torch.dtype) -> None:
-    for trial in trials.trials(OPS[name], id, dtype):
+    for trial in metal_trials.trials(OPS[name], id, dtype):
         verdict = trial.run(torch.device("mps"))
         assert verdict, f"{trial}: {verdict.reason}"

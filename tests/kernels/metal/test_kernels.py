@@ -15,26 +15,28 @@ import torch
 from tensorlogic.core.op import OPS
 from tensorlogic.kernels.metal import launch as metal_launch
 
-from .metal import planted, standin, trials
+from ...support.metal import planted as metal_planted
+from ...support.metal import standin as metal_standin
+from ...support.metal import trials as metal_trials
 
-ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(standin.compiler() is None, reason="the stand-in needs g++")
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(metal_standin.compiler() is None, reason="the stand-in needs g++")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shaders() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.mps, "compile_shader", standin.compile_shader)
-        trials.prepare()
+        patch.setattr(torch.mps, "compile_shader", metal_standin.compile_shader)
+        metal_trials.prepare()
         yield
     metal_launch.library.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", trials.DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "id"), trials.PAIRS)
+@pytest.mark.parametrize("dtype", metal_trials.DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "id"), metal_trials.PAIRS)
 def test_shaders_match_float64(name: str, id: str, dtype: torch.dtype) -> None:
     ran = 0
-    for trial in trials.trials(OPS[name], id, dtype):
+    for trial in metal_trials.trials(OPS[name], id, dtype):
         verdict = trial.run()
         assert verdict, f"{trial}: {verdict.reason}"
         ran += 1
@@ -45,12 +47,12 @@ def sanitized(*bug: str) -> subprocess.CompletedProcess[str]:
     """All shaders, or linear's with a planted bug, under AddressSanitizer."""
     env = os.environ | {
         "TENSORLOGIC_METAL_SANITIZED": "1",
-        "LD_PRELOAD": standin.preload(),
+        "LD_PRELOAD": metal_standin.preload(),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.run(
-        [sys.executable, "-m", "tests.metal.sanitized", *bug],
+        [sys.executable, "-m", "tests.support.metal.sanitized", *bug],
         env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
@@ -59,7 +61,7 @@ def sanitized(*bug: str) -> subprocess.CompletedProcess[str]:
 def test_no_shader_leaves_its_memory() -> None:
     done = sanitized()
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert int(done.stdout.split()[0]) > 2 * len(trials.PAIRS)
+    assert int(done.stdout.split()[0]) > 2 * len(metal_trials.PAIRS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sanitizer is preloaded as Linux does it")
@@ -70,9 +72,9 @@ def test_a_read_past_a_tile_is_caught() -> None:
     assert "READ of size 2" in done.stderr
 
 
-def first(id: str) -> trials.Trial:
+def first(id: str) -> metal_trials.Trial:
     """linear's first trial at odd sizes."""
-    found = trials.trials(OPS["linear"], id, torch.float16, cases=False)
+    found = metal_trials.trials(OPS["linear"], id, torch.float16, cases=False)
     return next(t for t in found if t.args[0].shape[0] == 17)
 
 
@@ -93,9 +95,11 @@ def test_a_planted_race_is_caught_in_every_order(
     assert trial.run()
     metal_launch.library.cache_clear()
     monkeypatch.setattr(
-        torch.mps, "compile_shader", lambda s: standin.compile_shader(planted.planted(s, bug))
+        torch.mps,
+        "compile_shader",
+        lambda s: metal_standin.compile_shader(metal_planted.planted(s, bug)),
     )
-    with pytest.raises(standin.ShaderError, match=said):
+    with pytest.raises(metal_standin.ShaderError, match=said):
         trial.run()
     metal_launch.library.cache_clear()
 
@@ -110,7 +114,9 @@ def test_a_planted_wrong_address_gives_a_wrong_result(
         pytest.skip("one thread has one element, and returns before")
     metal_launch.library.cache_clear()
     monkeypatch.setattr(
-        torch.mps, "compile_shader", lambda s: standin.compile_shader(planted.planted(s, bug))
+        torch.mps,
+        "compile_shader",
+        lambda s: metal_standin.compile_shader(metal_planted.planted(s, bug)),
     )
     verdict = trial.run()
     assert not verdict

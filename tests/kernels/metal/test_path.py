@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from .metal import on_mps, standin
+from ...support.metal import on_mps as metal_on_mps
+from ...support.metal import standin as metal_standin
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TENSORLOGIC_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.metal.on_mps"],
+        [sys.executable, "-m", "tests.support.metal.on_mps"],
         env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -30,9 +31,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.skipif(
-    standin.compiler() is None or sys.platform != "linux",
+    metal_standin.compiler() is None or sys.platform != "linux",
     reason="the device is pretended with g++ on Linux; a Mac has a real one",
 )
-@pytest.mark.parametrize("name", [check.__name__ for check in on_mps.CHECKS])
+@pytest.mark.parametrize("name", [check.__name__ for check in metal_on_mps.CHECKS])
 def test_on_a_pretended_apple_gpu(found: dict[str, str], name: str) -> None:
     assert found[name] == "", found[name]

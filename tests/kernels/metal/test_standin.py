@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from .metal import standin
-from .metal.translate import Unknown, translate
+from ...support.metal import standin as metal_standin
+from ...support.metal.translate import Unknown, translate
 
-needs_compiler = pytest.mark.skipif(standin.compiler() is None, reason="the stand-in needs g++")
+needs_compiler = pytest.mark.skipif(
+    metal_standin.compiler() is None, reason="the stand-in needs g++"
+)
 KERNEL = "kernel void f(device float* y [[buffer(0)]], uint i [[thread_position_in_grid]])"
 LANES = """#include <metal_stdlib>
 using namespace metal;
@@ -52,12 +54,14 @@ def test_what_is_not_modelled_is_refused_by_name(source: str, said: str) -> None
 )
 def test_what_is_not_declared_does_not_compile(body: str) -> None:
     with pytest.raises(SyntaxError, match="error:"):
-        standin.compile_shader(f"{LANES}{body} }}")
+        metal_standin.compile_shader(f"{LANES}{body} }}")
 
 
 def run(body: str, threads: int = 64, group: int = 64, before: str = "") -> torch.Tensor:
     y = torch.arange(threads, dtype=torch.float32)
-    kernel = standin.compile_shader(f"{LANES.replace('kernel', before + 'kernel')}{body} }}").f
+    kernel = metal_standin.compile_shader(
+        f"{LANES.replace('kernel', before + 'kernel')}{body} }}"
+    ).f
     kernel(y, (5, 7), 0.5, threads=(threads,), group_size=(group,))
     return y
 
@@ -97,7 +101,7 @@ def test_simdgroups_have_32_lanes_and_arguments_their_types() -> None:
     ],
 )
 def test_what_a_gpu_would_punish_is_an_error(body: str, said: str) -> None:
-    with pytest.raises(standin.ShaderError, match=said):
+    with pytest.raises(metal_standin.ShaderError, match=said):
         run(body)
 
 
@@ -115,6 +119,6 @@ def test_a_simdgroup_barrier_is_enough_within_a_simdgroup() -> None:
     "call", [{"threads": (65,), "group_size": (64,)}, {"threads": (2048,), "group_size": (2048,)}]
 )
 def test_a_wrong_grid_is_refused(call: Any) -> None:
-    kernel = standin.compile_shader(f"{LANES} y[i] = 0; }}").f
-    with pytest.raises(standin.ShaderError, match=r"multiple of the group|Metal takes 1024"):
+    kernel = metal_standin.compile_shader(f"{LANES} y[i] = 0; }}").f
+    with pytest.raises(metal_standin.ShaderError, match=r"multiple of the group|Metal takes 1024"):
         kernel(torch.zeros(2048), (1,), 1.0, **call)

@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon")
 from tensorlogic.kernels.mixed_precision import f64_gemm, f64_gemm_kernel
 from tensorlogic.mixed_precision import formats_cuda
 
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -6,7 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .support.triton import DEVICE, TOLERANCE, TORCH, default_device, rand  # noqa: F401  (a fixture)
+from ...support.triton import (
+    DEVICE,
+    TOLERANCE,
+    TORCH,
+    rand,  # noqa: F401  (a fixture)
+)
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.measure import verification

@@ -13,7 +13,7 @@ from tensorlogic.kernels.triton_runtime import launch
 pytest.importorskip("triton.experimental.gluon")
 from tensorlogic.kernels.mixed_precision import mixed_gemm, mixed_gemm_kernel
 
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -20,7 +20,7 @@ from tensorlogic.kernels.mixed_precision import guard_recompute, line_max, scale
 from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.mixed_precision import formats_cuda
 
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -22,7 +22,7 @@ from tensorlogic.kernels.mixed_precision import line_max, quantized_gemm, split_
 from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.mixed_precision import formats_quantized
 
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMS = ("int8", "fp8")

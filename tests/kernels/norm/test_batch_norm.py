@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tensorlogic.core import tolerance
 
-from .support.triton import DEVICE
-from .support.triton import close_to_largest as close
-from .support.triton import randn as rand
+from ...support.triton import DEVICE
+from ...support.triton import close_to_largest as close
+from ...support.triton import randn as rand
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
@@ -22,7 +22,7 @@ from tensorlogic.kernels.elementwise import column_passes
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
 from tensorlogic.core.key import Key  # isort: skip
 
-from .compiled import nothing_spills  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 candidate_loading.ready(DEVICE.type)

@@ -18,7 +18,7 @@ from tensorlogic.kernels.norm import group_norm as norm_group_norm
 from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.ops.group_norm import GROUP_NORM, _fits, split
 
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [

@@ -27,7 +27,7 @@ from tensorlogic.kernels.norm import group_norm as norm_group_norm
 from tensorlogic.kernels.norm import layer_norm as norm_layer_norm
 from tensorlogic.kernels.triton_runtime import launch
 
-from .compiled import ptx  # isort: skip
+from ...support.compiled import ptx  # isort: skip
 
 ANY = torch.device("cuda", 0)
 STATISTICS = dict.fromkeys(("mean", "var", "rstd"), "f32")

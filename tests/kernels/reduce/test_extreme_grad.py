@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     EXTREME_CONFIGS,
     EXTREME_LARGE,
@@ -18,7 +18,6 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     EXTREME_SHAPES,
     TORCH,
     close,
-    default_device,
     extreme_input,
     extreme_lines,
     poisoned,
@@ -38,8 +37,7 @@ from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  
 from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 from tensorlogic.ops.reduce import extreme_backward  # isort: skip
 
-from .support.triton import small as small  # isort: skip  (a fixture)
-from .compiled import nothing_spills  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     EXTREME_CONFIGS,
     EXTREME_LARGE,
@@ -23,7 +23,6 @@ from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
     EXTREME_SHAPES,
     TORCH,
     close,
-    default_device,
     extreme_input,
     extreme_lines,
     poisoned,
@@ -46,8 +45,8 @@ from tensorlogic.ops.reduce import EXTREME_BACKWARD, MAX, extreme_backward
 
 from tensorlogic.ops.reduce import joint_backward  # isort: skip
 
-from .compiled import nothing_spills  # isort: skip
-from .helpers import guessed_best  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
+from ...support.helpers import guessed_best  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 PAIR = "extreme_together"

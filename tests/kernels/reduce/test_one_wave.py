@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from .support.triton import DEVICE, REDUCE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
+    DEVICE,
+    REDUCE,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture, and the interpreter)
+)
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
 
 from tensorlogic.kernels.reduce import one_wave  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

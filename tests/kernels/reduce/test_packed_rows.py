@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     TORCH,
     close,
-    default_device,
     launches,
     offered_are_right,
     poisoned,
@@ -29,9 +28,10 @@ from tensorlogic.core.candidate import Candidate  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
 from tensorlogic.kernels.reduce import packed_rows as reduce_packed_rows  # isort: skip
 
-from .support.triton import small as small  # isort: skip  (a fixture)
 
-from .compiled import nothing_spills, ptx  # isort: skip
+from ...support.compiled import nothing_spills
+
+from ...support.compiled import ptx  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 WANT: dict[str, Any] = {

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     REDUCE,
     TORCH,
     close,
-    default_device,
     launches,
     offered_are_right,
     poisoned,
@@ -29,8 +28,7 @@ from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.reduce import ragged as reduce_ragged  # isort: skip
 
 
-from .support.triton import small as small  # isort: skip  (a fixture)
-from .compiled import nothing_spills  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 SHAPES = ((1, 33), (9, 47), (5, 250), (10, 333), (2, 1029))

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     REDUCE,
     TORCH,
     close,
-    default_device,
     launches,
     offered_are_right,
     poisoned,
@@ -29,9 +28,8 @@ from tensorlogic.core.candidate import Candidate  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
 from tensorlogic.kernels.reduce import split as reduce_split  # isort: skip
 
-from .support.triton import small as small  # isort: skip  (a fixture)
 
-from .compiled import nothing_spills  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import DEVICE, TORCH, close, default_device, poisoned, rand  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
+    DEVICE,
+    TORCH,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture, and the interpreter)
+)
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
@@ -24,7 +30,7 @@ from tensorlogic.ops.reduce import triton_one_wave  # isort: skip
 from tensorlogic.core.key import Key
 
 from tensorlogic.core.key import TensorSpec  # isort: skip
-from .compiled import resources  # isort: skip
+from ...support.compiled import resources  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 candidate_loading.ready(DEVICE.type)

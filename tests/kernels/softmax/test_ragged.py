@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     TORCH,
     close,
-    default_device,
     launches,
     offered_are_right,
     poisoned,
@@ -33,7 +32,9 @@ from tensorlogic.core.candidate import Candidate  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.softmax import ragged as softmax_ragged  # isort: skip
 
-from .compiled import nothing_spills, ptx  # isort: skip
+from ...support.compiled import nothing_spills
+
+from ...support.compiled import ptx  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 SHAPES = (

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from .support.triton import TOLERANCE, close, default_device, poisoned, rand  # noqa: F401  (a fixture)
+from ...support.triton import (
+    TOLERANCE,
+    close,
+    poisoned,
+    rand,  # noqa: F401  (a fixture)
+)
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS
@@ -22,7 +27,9 @@ from tensorlogic.system import compile_pool
 
 from tensorlogic.kernels import register  # isort: skip
 from tensorlogic.ops.softmax import triton_smem  # isort: skip
-from .compiled import STACK, resources  # isort: skip
+from ...support.compiled import STACK
+
+from ...support.compiled import resources  # isort: skip
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

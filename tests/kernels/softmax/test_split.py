@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     TORCH,
     close,
-    default_device,
     launches,
     offered_are_right,
     poisoned,
@@ -33,9 +32,10 @@ from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.row_access import split as row_access_split  # isort: skip
 from tensorlogic.kernels.softmax import split as softmax_split  # isort: skip
 
-from .support.triton import small as small  # isort: skip  (a fixture)
 
-from .compiled import nothing_spills, ptx  # isort: skip
+from ...support.compiled import nothing_spills
+
+from ...support.compiled import ptx  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (

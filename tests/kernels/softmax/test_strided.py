@@ -10,12 +10,11 @@ from torch import Tensor
 
 from tensorlogic.dispatch import candidate_loading
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     LAYOUTS,
     TORCH,
     close,
-    default_device,
     in_dtype,
     laid,
     poisoned,
@@ -33,7 +32,7 @@ from tensorlogic.kernels.softmax import strided as softmax_strided
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
 from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 
-from .compiled import nothing_spills  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from .support.triton import (  # noqa: F401  (a fixture, and the interpreter)
+from ...support.triton import (
     DEVICE,
     LAYOUTS,
     TORCH,
     close,
-    default_device,
     in_dtype,
     laid,
     poisoned,
@@ -38,8 +37,7 @@ from tensorlogic.kernels.row_access import strided as strided_lines  # isort: sk
 from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 
 
-from .support.triton import small as small  # isort: skip  (a fixture)
-from .compiled import nothing_spills  # isort: skip
+from ...support.compiled import nothing_spills  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from .support.triton import REDUCE, close, rand
+from ...support.triton import REDUCE, close, rand
 
 from tensorlogic.system import hardware  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.kernels.reduce import contiguous  # isort: skip
@@ -20,7 +20,7 @@ if not hardware.interpreting():
 from triton import language as tl
 from triton.runtime import interpreter
 
-from .interpreting import known
+from ...support.interpreting import known
 
 pytestmark = pytest.mark.skipif(not known(), reason="an interpreter that is left as it comes")
 

@@ -20,8 +20,15 @@ pytest.importorskip("triton")
 from tensorlogic.kernels import register
 from tensorlogic.kernels.triton_runtime import launch_plan, scratch
 from tensorlogic.native import call_extension, cpu_library
-from tests.driver.standin import CPU, Device, Launch, add_relu, launcher, made, noted
-from tests.driver.standin import device as device  # the fixture
+from tests.support.driver.standin import (
+    CPU,
+    Device,
+    Launch,
+    add_relu,
+    launcher,
+    made,
+    noted,
+)
 
 pytestmark = [
     pytest.mark.skipif(

@@ -13,7 +13,7 @@ from tensorlogic.ops.convolution import CONVOLUTION
 from tensorlogic.ops.gelu_linear import gelu_linear
 from tensorlogic.ops.linear import linear
 
-from .helpers import by_way
+from ...support.helpers import by_way
 
 BIASES = {"every other": torch.randn(96)[::2], "repeated": torch.randn(1).expand(48)}
 

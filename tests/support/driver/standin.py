@@ -102,7 +102,7 @@ def stand_in() -> Device:
     backend = Path(next(iter(importlib.import_module("triton.backends.nvidia").__path__)))
     if not hasattr(importlib.import_module("triton.backends.nvidia.driver"), "PyKernelArg"):
         pytest.skip("Triton 3.7's launcher is what is compared with")
-    builder = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "build_native.py"))
+    builder = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "build_native.py"))
     try:
         cxx = builder["compiler"]()
     except builder["BuildError"] as error:

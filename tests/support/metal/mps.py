@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import standin
+from . import standin as metal_standin
 
 CPU, MPS = 0, 13  # numbers of the devices in PyTorch's C interface
 BACKEND = """#include <ATen/detail/MPSHooksInterface.h>
@@ -81,7 +81,7 @@ def install() -> None:
     for name in COMPOSITE:
         copies.impl(name, functools.partial(_served, getattr(torch.ops.aten, name).default), "MPS")
     _kept.extend((library, copies))
-    torch.mps.compile_shader = standin.compile_shader
+    torch.mps.compile_shader = metal_standin.compile_shader
     torch.mps.synchronize = lambda: None
     torch.mps.Event = Event  # type: ignore[misc]
     torch.mps.current_allocated_memory = lambda: 1 << 20
@@ -99,7 +99,7 @@ def _register() -> None:
     """What PyTorch asks of a device in C++: its streams, its memory."""
     folder = Path(torch.__file__).parent
     stamp = hashlib.sha256(f"{torch.__version__}{BACKEND}".encode()).hexdigest()[:16]
-    target = standin.FOLDER / f"{stamp}.so"
+    target = metal_standin.FOLDER / f"{stamp}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         source = target.with_suffix(".cpp")

@@ -1,4 +1,4 @@
-"""What is checked on the pretended Apple GPU, in a process of its own: `python -m tests.metal.on_mps` prints one line each."""
+"""What is checked on the pretended Apple GPU, in a process of its own: `python -m tests.support.metal.on_mps` prints one line each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tensorlogic.kernels.metal import launch as metal_launch
 from tensorlogic.measure import timer
 from tensorlogic.plans import environment, open_stores
 
-from . import mps, planted, standin
+from . import mps as metal_mps
+from . import planted as metal_planted
+from . import standin as metal_standin
 
 DEVICE = torch.device("mps")
 LINEAR = OPS["linear"]
@@ -108,11 +110,11 @@ def from_selector_to_output() -> None:
     assert (decision.source, decision.eager[0]) == ("plan", "metal.tiled")
     with torch.no_grad():
         ours(*args)
-        mps.calls.clear()
-        before = standin.launches
+        metal_mps.calls.clear()
+        before = metal_standin.launches
         right(ours(*args), *args)
-    assert standin.launches == before + 1
-    assert "aten::linear" not in mps.calls, mps.calls
+    assert metal_standin.launches == before + 1
+    assert "aten::linear" not in metal_mps.calls, metal_mps.calls
     said = str(tensorlogic.explain(tensorlogic.linear, *args, activation="relu"))
     assert "chosen: metal.tiled (from: plan)" in said
 
@@ -122,9 +124,9 @@ def forced_and_checked() -> None:
     args = inputs(5, 9, 129)
     for id in ("metal.naive", "metal.tiled", "metal.simdgroup"):
         with torch.no_grad(), tensorlogic.policy(force=id):
-            before = standin.launches
+            before = metal_standin.launches
             right(ours(*args), *args)
-            assert standin.launches > before + 1
+            assert metal_standin.launches > before + 1
 
 
 def gradients() -> None:
@@ -134,9 +136,9 @@ def gradients() -> None:
         _, z = bound_call.outputs(LINEAR, (x, w, b, None, "gelu", True))
         dy = torch.randn(33, 17).half().to(DEVICE)
         flags = LINEAR.namespace(LINEAR.key((x, w, b, None, "gelu", True), "forward"))
-        before = standin.launches
+        before = metal_standin.launches
         made = autograd.gradients(LINEAR, flags, (True,) * 3 + (False,), (x, w, z), (), dy)
-    assert standin.launches >= before + 2
+    assert metal_standin.launches >= before + 2
     wide = [t.cpu().double().requires_grad_() for t in (x, w, b)]
     expected = torch.autograd.grad(F.gelu(F.linear(*wide)), wide, dy.cpu().double())
     for got, want in zip(made, expected, strict=False):
@@ -150,7 +152,7 @@ def a_shader_that_does_not_compile() -> None:
     def strict(source: str) -> Any:
         if "gemm_simdgroup" in source:
             raise SyntaxError(message)
-        return standin.compile_shader(source)
+        return metal_standin.compile_shader(source)
 
     args = inputs(9, 33, 17)
     with compiler(strict):
@@ -175,7 +177,7 @@ def a_group_that_does_not_fit() -> None:
             return kernel
 
     args = inputs(9, 31, 17)
-    with compiler(lambda source: Small(standin.compile_shader(source))):
+    with compiler(lambda source: Small(metal_standin.compile_shader(source))):
         found = evidence(*args)
         assert "needs 256 threads in a group; this GPU gives it 64" in found["metal.tiled"].reason
         right(ours(*args), *args)
@@ -187,8 +189,8 @@ def a_shader_that_is_wrong() -> None:
 
     def faulty(source: str) -> Any:
         bug = "transposed stride"
-        return standin.compile_shader(
-            planted.planted(source, bug) if planted.BUGS[bug][0] in source else source
+        return metal_standin.compile_shader(
+            metal_planted.planted(source, bug) if metal_planted.BUGS[bug][0] in source else source
         )
 
     with compiler(faulty):
@@ -249,10 +251,10 @@ def every_op_is_right() -> None:
 
 def trials_run_on_the_device() -> None:
     """What a Mac's test run does: the trials of the stand-in, on tensors of the device."""
-    from . import trials  # takes the candidates out of their ops, so it comes last
+    from . import trials as metal_trials  # takes the candidates out of their ops, so it comes last
 
-    for name, id in trials.PAIRS:
-        for trial in list(trials.trials(OPS[name], id, torch.float32, cases=False))[:2]:
+    for name, id in metal_trials.PAIRS:
+        for trial in list(metal_trials.trials(OPS[name], id, torch.float32, cases=False))[:2]:
             verdict = trial.run(DEVICE)
             assert verdict, f"{trial}: {verdict.reason}"
 
@@ -261,7 +263,7 @@ def timed_by_events() -> None:
     """Device time comes from a pair of the device's events for every sample."""
     made: list[Any] = []
 
-    class Counted(mps.Event):
+    class Counted(metal_mps.Event):
         def __init__(self, enable_timing: bool = False) -> None:
             super().__init__(enable_timing)
             made.append(self)
@@ -357,7 +359,7 @@ CHECKS = (
 
 def main() -> None:
     """Run every check, each with what is left of the ones before forgotten."""
-    mps.install()
+    metal_mps.install()
     for check in CHECKS:
         torch.manual_seed(1)
         problem = ""

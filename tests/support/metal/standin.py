@@ -19,7 +19,7 @@ from .translate import translate
 
 HEADER = Path(__file__).with_name("standin.h")
 HEADERS = "".join(p.read_text() for p in sorted(HEADER.parent.glob("*.h")))
-FOLDER = Path(__file__).parents[2] / "build" / "metal"
+FOLDER = Path(__file__).parents[3] / "build" / "metal"
 SANITIZE = ("-O0", "-fsanitize=address,alignment", "-fno-sanitize-recover=all")
 SANITIZED = os.environ.get("TENSORLOGIC_METAL_SANITIZED") == "1"
 FLAGS = ("-std=c++17", "-g0", "-fPIC", "-w", *(SANITIZE if SANITIZED else ("-O1",)))

@@ -17,7 +17,7 @@ from tensorlogic.dispatch import candidate_loading
 from tensorlogic.kernels.metal import launch as metal_launch
 from tensorlogic.ops.pointwise import shapes
 
-from . import standin
+from . import standin as metal_standin
 
 CPU = torch.device("cpu")
 SIZES = (1, 17, 64, 129, 257)
@@ -67,7 +67,7 @@ class Trial:
 
     def launch(self, device: torch.device = CPU) -> Outputs:
         """Bind and run, on the stand-in unless said; outputs on the CPU."""
-        standin.order = self.order
+        metal_standin.order = self.order
         given = [_moved(a, device) if isinstance(a, Tensor) else a for a in self.dynamic]
         before = [a.clone() if isinstance(a, Tensor) else a for a in given]
         outs = self.bind(device)(*given)
@@ -278,7 +278,7 @@ def prepare(dtypes: Sequence[torch.dtype] = DTYPES, cases: bool = True) -> None:
     finally:
         torch.mps.compile_shader = compile_shader
         metal_launch.library.cache_clear()
-    standin.prepare(asked)
+    metal_standin.prepare(asked)
 
 
 class _Noted:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import tensorlogic
 from tensorlogic.bench.machine_info import limits
-from tensorlogic.dispatch import dispatcher
+from tensorlogic.core import policy
 from tensorlogic.dispatch import selector as dispatch_selector
 from tensorlogic.plans.environment import environment
 
@@ -281,7 +281,7 @@ def chosen(call: Call) -> str:
         return choice
 
     dispatch_selector.choose = noted
-    dispatcher.policies.forget_entries()
+    policy.forget_entries()
     try:
         call()
     finally:

@@ -54,12 +54,12 @@ _starting.resume()
 del _activate, _ops, _settings, _starting, _wanted, _warn
 
 _LATER = {  # what not every program needs
-    "candidates": "explaining",
-    "capture": "program.capturing",
-    "explain": "explaining",
-    "optimize": "program.optimizing",
+    "candidates": "dispatch.explain",
+    "capture": "cuda_graphs.capture",
+    "explain": "dispatch.explain",
+    "optimize": "compiler.optimize",
     "pool": "memory.pool",
-    "tune": "tuning",
+    "tune": "autotune.tune",
 }
 
 

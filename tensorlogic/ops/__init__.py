@@ -20,9 +20,7 @@ from . import (
 )
 
 # what is registered before any provider's candidates, PyTorch's own first
-from .linear import precision
-
-from .linear import eager  # noqa: F401  isort: skip
+from .linear import precision, eager  # noqa: F401  isort: skip
 from .matmul import precision as _precise  # noqa: F401  isort: skip
 from .pointwise import joint_backward  # noqa: F401  isort: skip
 from .reduce import joint_backward as _extremes  # noqa: F401  isort: skip

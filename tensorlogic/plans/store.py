@@ -13,29 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..core.key import LAYOUT, Key, TensorSpec
+from ..core.key import LAYOUT, Key
 from ..system import process
 from . import file_format
-from .environment import Environment, environment
-from .file_format import PlanStoreWarning, Records, Unread
-from .plan import DISTURBED, UNFINISHED, Evidence, Plan, merged
-
-__all__ = [
-    "DISTURBED",
-    "UNFINISHED",
-    "Environment",
-    "Evidence",
-    "Key",
-    "Lockfile",
-    "Plan",
-    "PlanStore",
-    "PlanStoreWarning",
-    "PlanView",
-    "TensorSpec",
-    "environment",
-    "export_lockfile",
-    "load_lockfile",
-]
+from .environment import Environment
+from .file_format import Records, Unread
+from .plan import Plan, merged
 
 # right for every key, so it may always be a neighbour's choice
 EAGER = "torch.eager"

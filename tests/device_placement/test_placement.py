@@ -17,7 +17,7 @@ from tensorlogic.device_placement import link_speed
 from tensorlogic.memory import pinned_buffers, transfer
 from tensorlogic.native import cpu_library
 
-from ..driver.copies import Engine
+from ..support.driver.copies import Engine
 
 CUDA = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")

@@ -119,7 +119,7 @@ def rounded(kind: str = "plain", shape: tuple[int, int, int, int] = (1, 64, 64, 
     found = mixed_gemm.described((m, n, k), *lies, (n, 1), shape, 2)
     assert found is not None
     y = torch.full((m, n), torch.nan)
-    run = gluon_standin.prepare(mixed_gemm.triton_mixed.gemm_mixed, device=CPU, **found)
+    run = gluon_standin.prepare(mixed_gemm.mixed_gemm_kernel.gemm_mixed, device=CPU, **found)
     assert run(x, w, x, w, y)
     want = x.double() @ w.double()
     assert float(((y.double() - want).norm(dim=1) / want.norm(dim=1)).max()) < 1e-3
@@ -145,7 +145,9 @@ def products_widened(
     lies = [Operand(NAMES[t.dtype], t.stride(0), t.stride(1)) for t in (x, w, y)]
     found = f64_gemm.described(sizes, *lies, shape, 2)
     assert found is not None
-    assert gluon_standin.prepare(f64_gemm.triton_widened.gemm_widened, device=CPU, **found)(x, w, y)
+    assert gluon_standin.prepare(f64_gemm.f64_gemm_kernel.gemm_widened, device=CPU, **found)(
+        x, w, y
+    )
     torch.testing.assert_close(y, (x.double() @ w.double()).to(y.dtype), rtol=1e-6, atol=1e-7)
 
 

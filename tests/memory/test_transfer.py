@@ -17,7 +17,7 @@ from tensorlogic.memory import pinned_buffers, transfer
 from tensorlogic.memory.transfer_tuning import MIB
 from tensorlogic.native import call_extension, cpu_library
 
-from ..driver.copies import Engine
+from ..support.driver.copies import Engine
 from ..support.driver.replaying import Driver
 
 pytestmark = pytest.mark.skipif(

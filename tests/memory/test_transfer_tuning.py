@@ -17,7 +17,7 @@ from tensorlogic.memory.transfer_tuning import MIB, Rule, Stores
 from tensorlogic.native import cpu_library
 from tensorlogic.plans import open_stores
 
-from ..driver.copies import Engine
+from ..support.driver.copies import Engine
 
 CPU = torch.device("cpu")
 FOREVER = float("inf")
@@ -132,7 +132,7 @@ def test_rules_are_timed_after_a_few_large_transfers_and_in_calm(
     calm = [True]
     monkeypatch.setattr(pinned_buffers.Stager, "_by", lambda *_: None)
     monkeypatch.setattr(pinned_buffers.Stager, "_settle", lambda self: settled.append(self.left))
-    monkeypatch.setattr(pinned_buffers.capture_watch, "calm", lambda _: calm[0])
+    monkeypatch.setattr(pinned_buffers.capture_state, "calm", lambda _: calm[0])
     large, small = (
         torch.empty(n, dtype=torch.uint8) for n in (pinned_buffers.LARGE, pinned_buffers.LARGE - 1)
     )

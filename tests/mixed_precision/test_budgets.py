@@ -120,7 +120,9 @@ def test_errors_of_data_are_kept_in_the_plan() -> None:
     assert "errors on data met before" in shown
 
 
-@pytest.mark.skipif(formats_cpu.native.available() is not None, reason="needs the native library")
+@pytest.mark.skipif(
+    formats_cpu.cpu_library.available() is not None, reason="needs the native library"
+)
 @pytest.mark.parametrize("shape", [(40, 50, 60), (129, 300, 265), (1, 1, 1), (600, 530, 777)])
 @pytest.mark.parametrize("dtype", ALL_FLOATS, ids=str)
 def test_the_native_guard_sees_what_pytorch_sees(

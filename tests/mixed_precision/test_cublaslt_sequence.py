@@ -22,7 +22,7 @@ from tensorlogic.mixed_precision import cublaslt_sequence, formats_cuda
 from tensorlogic.mixed_precision.cublaslt_sequence import Planes, Step
 from tensorlogic.system.compile_pool import CompileFailure
 
-from ..driver.cublaslt import Library
+from ..support.driver.cublaslt import Library
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -27,7 +27,7 @@ from tests.support.driver.standin import (
     Device,  # the fixture
 )
 
-from ..driver.cublaslt import Library
+from ..support.driver.cublaslt import Library
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())

@@ -86,20 +86,6 @@ def runnable(op: Op, case: Sequence[Any], id: str, save: bool = False) -> bool:
     return candidate.available(key.device) is None and candidate.supports(key) is None
 
 
-__all__ = [
-    "FLOATS",
-    "PUBLIC",
-    "call",
-    "cases",
-    "cast",
-    "eager",
-    "full",
-    "policies",
-    "reference",
-    "runnable",
-]
-
-
 def far_rows(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows of logits far from 0, all alike or in part, and targets, whose smoothed losses are small or finite all the same."""
     largest = torch.finfo(dtype).max

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from tensorlogic.kernels.gemm import spec
+
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
@@ -305,7 +307,7 @@ def candidate(
         checked,
         configurations,
         build,
-        (tiled, *modules, *sources),
+        (tiled, spec, *modules, *sources),
         lt_available if provider == "cublaslt" else None,
         coarse=coarse,
     )

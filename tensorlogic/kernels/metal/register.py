@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tensorlogic.kernels.gemm import spec
+
 from ...core.candidate import Config, Launcher
 from ...core.key import Key
 from ...core.op import Op
@@ -65,7 +67,7 @@ def _register(op: Op, describe: Callable[[Key], Plan | str], strategy: str) -> N
         found,
         bind.configurations,
         build,
-        (tiled, metal_gemm, inspect.getmodule(describe)),
+        (tiled, spec, metal_gemm, inspect.getmodule(describe)),
     )
 
 

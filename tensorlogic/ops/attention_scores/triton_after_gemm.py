@@ -16,7 +16,9 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.attention_scores import after_gemm
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.softmax import rows
+from ...kernels.triton_runtime import device_math
 from . import ATTENTION_SCORES, ATTENTION_SCORES_BACKWARD, shapes
 
 
@@ -118,7 +120,7 @@ def build_backward(x: Rows, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (after_gemm, rows, shapes, sys.modules[__name__])
+_SOURCES = (after_gemm, rows, contiguous_rows, device_math, shapes, sys.modules[__name__])
 register.described(ATTENTION_SCORES, "triton.after_product", describe, configs, build, _SOURCES)
 register.described(
     ATTENTION_SCORES_BACKWARD,

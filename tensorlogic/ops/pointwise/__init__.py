@@ -16,15 +16,12 @@ from .definitions import (
     ADD_RELU,
     AFFINE,
     DIV,
-    FAMILY,
     GELU,
     MUL,
     MUL_RELU,
-    POINTWISE_BACKWARD,
     RELU,
     SILU,
     SUB,
-    backward_call,
 )
 
 # files for a device, in the order in which ties are broken

@@ -12,6 +12,7 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
 from ...kernels import register
 from ...kernels.reduce import extreme_grad
+from ...kernels.row_access import strided as strided_lines
 from ...kernels.row_access.strided import Lines
 from ...kernels.softmax import strided, strided_split
 from ..common import layouts as common_layouts
@@ -88,5 +89,12 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (extreme_grad, strided, strided_split, common_layouts, sys.modules[__name__])
+_SOURCES = (
+    extreme_grad,
+    strided,
+    strided_lines,
+    strided_split,
+    common_layouts,
+    sys.modules[__name__],
+)
 register.described(EXTREME_BACKWARD, "triton.spread", describe, configs, build, _SOURCES)

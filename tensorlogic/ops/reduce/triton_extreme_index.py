@@ -14,6 +14,7 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.reduce import extreme_grad, extreme_index
+from ...kernels.row_access import strided as strided_lines
 from ...kernels.softmax import strided, strided_split
 from ...kernels.triton_runtime import launch_plan
 from ..common import layouts as common_layouts
@@ -91,5 +92,5 @@ def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Cal
     return launch_plan.plan(op, ahead, device, start), Settling(shape, config, device)
 
 
-_SOURCES = (extreme_index, extreme_grad, strided, strided_split, common_layouts, gradients, sys.modules[__name__])  # fmt: skip
+_SOURCES = (extreme_index, extreme_grad, strided, strided_lines, strided_split, common_layouts, gradients, sys.modules[__name__])  # fmt: skip
 register.described(TOGETHER, "triton.placed", describe, configs, build, _SOURCES, parts=parts)

@@ -12,8 +12,10 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.reduce import contiguous, ragged
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.row_access import ragged as ragged_rows
 from ...kernels.softmax import rows
+from ...kernels.triton_runtime import device_math
 from . import FAMILY, shapes
 from .shapes import Shape
 
@@ -47,6 +49,6 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-_SOURCES = (ragged, ragged_rows, contiguous, rows, shapes, sys.modules[__name__])  # fmt: skip
+_SOURCES = (ragged, ragged_rows, contiguous, rows, contiguous_rows, device_math, shapes, sys.modules[__name__])  # fmt: skip
 for _op in FAMILY:
     register.described(_op, "triton.groups", describe, configs, build, _SOURCES)

@@ -11,9 +11,11 @@ from ...core.candidate import Config, Launcher
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.reduce import contiguous, split
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.row_access import ragged as ragged_rows
 from ...kernels.row_access import split as split_rows
 from ...kernels.softmax import rows
+from ...kernels.triton_runtime import device_math
 from . import FAMILY, shapes, triton_launcher
 from .shapes import Shape
 
@@ -46,6 +48,6 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     return triton_launcher.with_space(s, start, space, device)
 
 
-_SOURCES = (split, split_rows, ragged_rows, contiguous, rows, shapes, sys.modules[__name__])  # fmt: skip
+_SOURCES = (split, split_rows, ragged_rows, contiguous, rows, contiguous_rows, device_math, shapes, sys.modules[__name__])  # fmt: skip
 for _op in FAMILY:
     register.described(_op, "triton.shares", describe, configs, build, _SOURCES)

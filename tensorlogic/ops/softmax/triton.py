@@ -11,7 +11,9 @@ from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.softmax import rows as softmax_rows
+from ...kernels.triton_runtime import device_math
 from . import SOFTMAX, SOFTMAX_BACKWARD
 
 Shape = tuple[int, int, str, tuple[int, ...], int]  # rows, columns, dtype, shape, alignment
@@ -62,7 +64,7 @@ def build_backward(shape: Shape, config: Config, device: torch.device) -> Launch
     return launch
 
 
-_SOURCES = (softmax_rows, sys.modules[__name__])
+_SOURCES = (softmax_rows, contiguous_rows, device_math, sys.modules[__name__])
 register.described(
     SOFTMAX,
     "triton.rows",

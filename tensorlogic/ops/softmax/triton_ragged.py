@@ -12,9 +12,11 @@ from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.row_access import ragged as ragged_rows
 from ...kernels.softmax import ragged
 from ...kernels.softmax import rows as softmax_rows
+from ...kernels.triton_runtime import device_math
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton as softmax_triton
 from .triton import Shape
@@ -51,7 +53,15 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
     return gradient if backward else forward
 
 
-_SOURCES = (ragged, ragged_rows, softmax_rows, softmax_triton, sys.modules[__name__])
+_SOURCES = (
+    ragged,
+    ragged_rows,
+    softmax_rows,
+    contiguous_rows,
+    device_math,
+    softmax_triton,
+    sys.modules[__name__],
+)
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
     register.described(
         _op,

@@ -13,9 +13,11 @@ from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.cross_entropy import fused_backward, fused_backward_smem, fused_backward_smem_kernel
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.row_access import shared_memory
 from ...kernels.softmax import rows as softmax_rows
 from ...kernels.softmax import smem, smem_kernel
+from ...kernels.triton_runtime import device_math, exact_exp
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton as softmax_triton
 from .triton import Shape
@@ -66,7 +68,7 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
 
 
 _SOURCES = (
-    smem_kernel, smem, fused_backward_smem, fused_backward_smem_kernel, fused_backward, softmax_rows, softmax_triton,
+    smem_kernel, smem, fused_backward_smem, fused_backward_smem_kernel, fused_backward, exact_exp, shared_memory, softmax_rows, contiguous_rows, device_math, softmax_triton,
     sys.modules[__name__],
 )  # fmt: skip
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):

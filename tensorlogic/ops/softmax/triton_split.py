@@ -12,10 +12,12 @@ from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.row_access import ragged as ragged_rows
 from ...kernels.row_access import split as split_rows
 from ...kernels.softmax import rows as softmax_rows
 from ...kernels.softmax import split
+from ...kernels.triton_runtime import device_math
 from . import SOFTMAX, SOFTMAX_BACKWARD
 from . import triton as softmax_triton
 from .triton import Shape
@@ -52,7 +54,7 @@ def build(shape: Shape, config: Config, device: torch.device, backward: bool) ->
     return launch
 
 
-_SOURCES = (split, split_rows, ragged_rows, softmax_rows, softmax_triton, sys.modules[__name__])  # fmt: skip
+_SOURCES = (split, split_rows, ragged_rows, softmax_rows, contiguous_rows, device_math, softmax_triton, sys.modules[__name__])  # fmt: skip
 for _op, _backward in ((SOFTMAX, False), (SOFTMAX_BACKWARD, True)):
     register.described(
         _op, "triton.shares", describe, configs, partial(build, backward=_backward), _SOURCES

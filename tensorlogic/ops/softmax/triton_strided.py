@@ -11,8 +11,11 @@ from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
+from ...kernels.row_access import contiguous as contiguous_rows
+from ...kernels.row_access import strided as strided_lines
 from ...kernels.row_access.strided import Lines
 from ...kernels.softmax import rows, strided
+from ...kernels.triton_runtime import device_math
 from . import SOFTMAX, SOFTMAX_BACKWARD
 
 Shape = tuple[Lines, str, tuple[int, ...], int]  # how all tensors lie, dtype, shape, alignment
@@ -76,5 +79,5 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
 
 for _op in (SOFTMAX, SOFTMAX_BACKWARD):
     register.described(
-        _op, "triton.lines", describe, configs, build, (strided, rows, sys.modules[__name__])
+        _op, "triton.lines", describe, configs, build, (strided, strided_lines, rows, contiguous_rows, device_math, sys.modules[__name__])
     )  # fmt: skip

@@ -11,7 +11,10 @@ from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key
 from ...kernels import register
+from ...kernels.row_access import contiguous as contiguous_rows
+from ...kernels.row_access import strided as strided_lines
 from ...kernels.softmax import rows, strided, strided_split
+from ...kernels.triton_runtime import device_math
 from . import SOFTMAX, SOFTMAX_BACKWARD, triton_strided
 from .triton_strided import Shape, lines
 
@@ -53,6 +56,15 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     return forward if len(found.strides) == 2 else backward
 
 
-_SOURCES = (strided_split, strided, rows, triton_strided, sys.modules[__name__])
+_SOURCES = (
+    strided_split,
+    strided,
+    strided_lines,
+    rows,
+    contiguous_rows,
+    device_math,
+    triton_strided,
+    sys.modules[__name__],
+)
 for _op in (SOFTMAX, SOFTMAX_BACKWARD):
     register.described(_op, "triton.parts", describe, configs, build, _SOURCES)

@@ -15,9 +15,11 @@ from ...core.key import Key
 from ...kernels import register
 from ...kernels.cross_entropy import fused_backward, fused_backward_smem, fused_backward_smem_kernel
 from ...kernels.cross_entropy import rows as cross_entropy_rows
+from ...kernels.row_access import contiguous as contiguous_rows
 from ...kernels.row_access import ragged as ragged_rows
+from ...kernels.row_access import shared_memory
 from ...kernels.softmax import rows as softmax_rows
-from ...kernels.triton_runtime import launch_plan, scratch
+from ...kernels.triton_runtime import device_math, exact_exp, launch_plan, scratch
 from . import SOFTMAX_CROSS_ENTROPY, shapes
 from .joint_backward import TOGETHER
 from .shapes import Shape
@@ -147,11 +149,15 @@ register.described(
     build,
     (
         fused_backward,
+        exact_exp,
+        shared_memory,
         fused_backward_smem_kernel,
         fused_backward_smem,
         cross_entropy_rows,
         ragged_rows,
         softmax_rows,
+        contiguous_rows,
+        device_math,
         shapes,
         sys.modules[__name__],
     ),

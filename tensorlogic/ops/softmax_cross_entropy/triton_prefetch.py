@@ -10,6 +10,8 @@ from ...core.candidate import Config, Launcher
 from ...core.key import Key
 from ...kernels import register
 from ...kernels.cross_entropy import fused_backward, prefetch, rows
+from ...kernels.row_access import shared_memory
+from ...kernels.triton_runtime import exact_exp
 from . import SOFTMAX_CROSS_ENTROPY, shapes, triton_launcher
 from .shapes import Shape
 
@@ -37,5 +39,5 @@ register.described(
     describe,
     lambda s: prefetch.ahead_configs(s.columns, s.dtype),
     build,
-    (prefetch, fused_backward, rows, triton_launcher, shapes, sys.modules[__name__]),
+    (prefetch, fused_backward, exact_exp, shared_memory, rows, triton_launcher, shapes, sys.modules[__name__]),
 )  # fmt: skip

@@ -324,7 +324,7 @@ def test_regions_whose_kernels_are_there_are_decided_first(
     monkeypatch.setattr(region_tuner.Judge, "_one", decided)
     monkeypatch.setattr(precompile, "jobs", jobs)
     monkeypatch.setattr(region_tuner, "slowness", lambda row: 0.5)  # every region stands
-    monkeypatch.setattr(program_search.check, "GROWTH", 1e9)
+    monkeypatch.setattr(program_search.equivalence, "GROWTH", 1e9)
     monkeypatch.setattr(compile_pool, "elsewhere", lambda: True)
     monkeypatch.setattr(compile_pool, "begin", begun.extend)
     monkeypatch.setattr(compile_pool, "submit", begun.extend)

@@ -228,7 +228,7 @@ def test_a_launcher_that_c_starts_make_needless_is_built_when_it_is_called(
     )
     active = SimpleNamespace(utils=utils, launcher_cls=launcher_cls)
     monkeypatch.setattr(kernel_start.triton.runtime.driver, "_active", active, raising=False)
-    monkeypatch.setattr(kernel_start.compiled_launch, "driver", lambda device: "ours")
+    monkeypatch.setattr(kernel_start.cuda_driver, "driver", lambda device: "ours")
     compiled = SimpleNamespace(
         name="k", kernel=b"", src="source", metadata=SimpleNamespace(shared=shared, num_warps=4)
     )

@@ -24,25 +24,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tensorlogic.autotune.ranking import (
-    Entrant,
-    pick,  # noqa: E402
-)
-from tensorlogic.core.candidate import EAGER
-from tensorlogic.core.op import (
-    OPS,
-    Op,  # noqa: E402
-)
+from tensorlogic.autotune.ranking import Entrant, pick  # noqa: E402
+from tensorlogic.core.candidate import EAGER  # noqa: E402
+from tensorlogic.core.op import OPS, Op  # noqa: E402
 from tensorlogic.dispatch import candidate_loading  # noqa: E402
-from tensorlogic.plans import file_format
-from tensorlogic.plans.legacy_hashes import (
-    DIGITS,
-    Place,
-    Table,
-    group,
-    renamed,  # noqa: E402
-)
-from tensorlogic.plans.plan import Evidence, Plan
+from tensorlogic.plans import file_format  # noqa: E402
+from tensorlogic.plans.legacy_hashes import DIGITS, Place, Table, group, renamed  # noqa: E402
+from tensorlogic.plans.plan import Evidence, Plan  # noqa: E402
 
 DEVICES = ("cuda", "cpu", "mps")
 # Where ops and the loading of their candidates lie inside the package: now, and before files moved.

@@ -20,6 +20,7 @@ from ..system.hardware import interpreting, triton_missing
 
 LOG = logging.getLogger("tensorlogic")
 GROUP = "tensorlogic.candidates"
+OWN_PLACE = "; what candidates are written with is in tensorlogic.core: OPS, Op, Candidate, Key"
 _LOCK = threading.RLock()
 process.new_in_children(globals(), _LOCK=threading.RLock)
 _READY: set[str] = set()
@@ -115,12 +116,14 @@ def _plugins(points: list[importlib.metadata.EntryPoint]) -> None:
             register(OPS)
         except Exception as problem:
             # whatever a third party's package raises must not take ours down; it is said by name
+            absent = (isinstance(problem, ModuleNotFoundError) and problem.name) or ""
             LOG.warning(
-                "tensorlogic: candidates of %s (%s) were not loaded: %s: %s",
+                "tensorlogic: candidates of %s (%s) were not loaded: %s: %s%s",
                 point.name,
                 point.value,
                 type(problem).__name__,
                 problem,
+                OWN_PLACE if absent.startswith("tensorlogic.") else "",
             )
         finally:
             _distrust(known)

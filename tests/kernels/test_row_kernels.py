@@ -28,7 +28,7 @@ from ..support.triton import (
     Config,
     close,
     poisoned,
-    rand,  # noqa: F401  (a fixture)
+    rand,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities

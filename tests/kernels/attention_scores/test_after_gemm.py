@@ -17,7 +17,7 @@ from ...support.triton import (
     DEVICE,
     close,
     poisoned,
-    rand,  # noqa: F401  (a fixture)
+    rand,
 )
 
 from tensorlogic.kernels.attention_scores import after_gemm as attention_scores_after_gemm  # isort: skip  (after the interpreter is asked for)

@@ -10,7 +10,7 @@ from ...support.triton import (
     Config,
     close,
     poisoned,
-    rand,  # noqa: F401  (a fixture)
+    rand,
 )
 
 from tensorlogic.kernels.attention_scores import recompute as attention_scores_recompute  # isort: skip  (after the interpreter is asked for)

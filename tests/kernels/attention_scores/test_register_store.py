@@ -12,7 +12,7 @@ from ...support.triton import (
     HOPPER,
     close,
     poisoned,
-    rand,  # noqa: F401  (a fixture)
+    rand,
 )
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)

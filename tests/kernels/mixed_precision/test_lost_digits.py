@@ -10,7 +10,7 @@ from ...support.triton import (
     DEVICE,
     TOLERANCE,
     TORCH,
-    rand,  # noqa: F401  (a fixture)
+    rand,
 )
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)

@@ -12,7 +12,7 @@ from ...support.triton import (
     REDUCE,
     close,
     poisoned,
-    rand,  # noqa: F401  (a fixture, and the interpreter)
+    rand,
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)

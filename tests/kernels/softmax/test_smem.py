@@ -12,7 +12,7 @@ from ...support.triton import (
     TOLERANCE,
     close,
     poisoned,
-    rand,  # noqa: F401  (a fixture)
+    rand,
 )
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)

@@ -20,8 +20,8 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  (after the environment is set)
 
-from tensorlogic.kernels.triton_runtime import kernel_start, toolchain
-from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
+from tensorlogic.kernels.triton_runtime import kernel_start, toolchain  # noqa: E402
+from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # noqa: E402
 from tensorlogic.system import settings  # noqa: E402
 from tensorlogic.system.compile_pool import CompileFailure  # noqa: E402
 

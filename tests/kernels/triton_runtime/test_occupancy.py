@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  (after the environment is set)
 
-from tensorlogic.kernels.triton_runtime import launch, occupancy
+from tensorlogic.kernels.triton_runtime import launch, occupancy  # noqa: E402
 from tensorlogic.kernels.triton_runtime.device_math import follow  # noqa: E402
 from tensorlogic.kernels.triton_runtime.kernel_start import Binary  # noqa: E402
 

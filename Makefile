@@ -1,5 +1,6 @@
 # make bench   set up, then the quick benchmark: a table on screen, a result file, and a report to look at
-# make test    set up, then formatting, lint, types and tests
+# make test    set up, then formatting, lint, types, documents and the tests that are not marked slow; minutes
+# make test-all   the same with all tests
 # make tables  write the tables and figures of the documents anew from benchmarks/results/
 # make site    the documentation as pages in docs/_build, every warning an error
 # make sanitize   the kernel tests on a GPU under compute-sanitizer: memory, races, reads of what nobody wrote
@@ -26,19 +27,25 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: bench test tables site sanitize setup clean
+.PHONY: bench test test-all check tables site sanitize setup clean
 bench: setup
-	$(PYTHON) -m tensorlogic.cli.main bench $(BENCH) --json $(RESULT) --report
+	$(PYTHON) -m tensorlogic bench $(BENCH) --json $(RESULT) --report
 
 # Several test processes share the cores: threads that wait by spinning would take them from each other. Some 200 tests start a
 # process of their own: bytecode is kept for them, whatever the environment says of it.
-test: setup
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n $(JOBS) --dist loadfile
+test: check
+	$(PYTEST) -m "not slow"
+
+test-all: check
+	$(PYTEST)
+
+check: setup
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m tools.docs.markdown_blocks --check $(GENERATED)
 	$(PYTHON) -m tools.docs.precision_page --check
-	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n $(JOBS) --dist loadfile
 
 tables: setup
 	$(PYTHON) -m tools.docs.markdown_blocks $(GENERATED)
@@ -55,7 +62,7 @@ site: setup
 SANITIZE ?=
 PROCESSES ?= 16
 sanitize: setup
-	$(PYTHON) -m pytest -q -n $(PROCESSES) --dist worksteal tests/test_triton_*.py tests/test_precision_*.py tests/kernels/norm/test_group_norm.py -k "not compile and not spill"
+	$(PYTHON) -m pytest -q -n $(PROCESSES) --dist worksteal tests/kernels tests/mixed_precision -k "not compile and not spill"
 	$(PYTHON) tools/sanitize.py --processes $(PROCESSES) $(SANITIZE)
 
 setup: $(READY)

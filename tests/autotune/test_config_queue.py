@@ -24,6 +24,9 @@ from ..support.plans import (
     begun,
     finish,
 )
+from ..support.plans import kept as kept  # a fixture
+from ..support.plans import nursed as nursed  # a fixture
+from ..support.plans import source as source  # a fixture
 
 pytestmark = pytest.mark.usefixtures("nursed")
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from ..support.bench import (
     made,
     run,  # the fixture
 )
+from ..support.bench import tiny as tiny  # a fixture
 
 
 def test_compare_tells_better_worse_and_unchanged() -> None:

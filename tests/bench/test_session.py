@@ -35,6 +35,7 @@ from ..support.bench import (
     made,
     run,  # the fixture
 )
+from ..support.bench import tiny as tiny  # a fixture
 
 CPU = torch.device("cpu")
 

@@ -21,6 +21,7 @@ from ..support.helpers import (
     error,
     r,  # the fixture
 )
+from ..support.helpers import enabled as enabled  # a fixture
 
 # name -> arguments and named arguments; the call is torch.<name>
 CALLS: dict[str, Callable[[torch.dtype], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {

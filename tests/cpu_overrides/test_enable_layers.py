@@ -20,6 +20,7 @@ from ..support.helpers import (
     error,
     r,  # the fixture
 )
+from ..support.helpers import enabled as enabled  # a fixture
 
 
 def modules() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:

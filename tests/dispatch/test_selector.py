@@ -36,6 +36,7 @@ from ..support.plans import (
     put,
     toy,
 )
+from ..support.plans import nothing_measured as nothing_measured  # a fixture
 
 TILES = {"products": ({"BLOCK_M": 64},)}
 

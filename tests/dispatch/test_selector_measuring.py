@@ -23,6 +23,8 @@ from ..support.plans import (
     Served,
     decided,  # the fixture
 )
+from ..support.plans import nothing_measured as nothing_measured  # a fixture
+from ..support.plans import served as served  # a fixture
 
 
 def test_tune_says_no_where_nothing_is_measured() -> None:

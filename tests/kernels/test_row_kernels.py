@@ -30,6 +30,7 @@ from ..support.triton import (
     poisoned,
     rand,
 )
+from ..support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

@@ -20,6 +20,7 @@ from ..support.provider_fakes import (
     half,
     key,  # the fixture
 )
+from ..support.provider_fakes import nothing_stays as nothing_stays  # a fixture
 
 with_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None or torch.cuda.is_available(),

@@ -30,6 +30,7 @@ from ..support.provider_fakes import (
     key,
     of_an_adapter,
 )
+from ..support.provider_fakes import nothing_stays as nothing_stays  # a fixture
 
 ROOT = Path(__file__).parents[2]
 PROVIDERS = {"quack": quack, "liger": liger}

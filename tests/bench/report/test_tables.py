@@ -20,6 +20,7 @@ from ...support.bench import (
     held,
     made,  # the fixture
 )
+from ...support.bench import tiny as tiny  # a fixture
 
 
 def test_summary_and_tables_show_losses() -> None:

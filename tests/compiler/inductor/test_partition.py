@@ -30,6 +30,8 @@ from tests.support.inductor_fakes import (
     x,
 )
 
+from ...support.inductor_fakes import ours as ours  # a fixture
+
 
 def whole(report: Report) -> Row:
     (found,) = (r for r in report.rows if r.op == comparison.OP)

@@ -24,6 +24,7 @@ from ...support.inductor_fakes import (
     tails,
     x,
 )
+from ...support.inductor_fakes import ours as ours  # a fixture
 
 
 def by_itself(program: Program, tmp_path: Path) -> Program:

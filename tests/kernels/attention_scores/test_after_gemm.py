@@ -22,6 +22,7 @@ from ...support.triton import (
 
 from tensorlogic.kernels.attention_scores import after_gemm as attention_scores_after_gemm  # isort: skip  (after the interpreter is asked for)
 from ...support.compiled import resources  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

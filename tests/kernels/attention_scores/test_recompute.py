@@ -12,6 +12,7 @@ from ...support.triton import (
     poisoned,
     rand,
 )
+from ...support.triton import default_device as default_device  # a fixture
 
 from tensorlogic.kernels.attention_scores import recompute as attention_scores_recompute  # isort: skip  (after the interpreter is asked for)
 

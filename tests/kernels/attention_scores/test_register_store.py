@@ -23,6 +23,7 @@ from tensorlogic.kernels.attention_scores import (
 )  # isort: skip
 
 from ...support.compiled import resources  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 SHAPES = (
     (2, 3, 320, 512, 64),

@@ -34,6 +34,7 @@ from tensorlogic.system import compile_pool
 
 from tensorlogic.kernels import register  # isort: skip
 from ...support.compiled import resources  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 GPU = DEVICE.type == "cuda"

@@ -20,6 +20,7 @@ from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.cross_entropy import prefetch as cross_entropy_prefetch  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from ...support.compiled import resources  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

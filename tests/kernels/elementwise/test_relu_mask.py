@@ -35,6 +35,7 @@ from tensorlogic.ops.pointwise import joint_backward  # isort: skip
 
 from ...support.compiled import nothing_spills  # isort: skip
 from ...support.helpers import guessed_best  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 NAN, INF = float("nan"), float("inf")

@@ -12,6 +12,7 @@ from ...support.triton import (
     TORCH,
     rand,
 )
+from ...support.triton import default_device as default_device  # a fixture
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.measure import verification

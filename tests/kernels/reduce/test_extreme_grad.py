@@ -38,6 +38,8 @@ from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 from tensorlogic.ops.reduce import extreme_backward  # isort: skip
 
 from ...support.compiled import nothing_spills  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
+from ...support.triton import small as small  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

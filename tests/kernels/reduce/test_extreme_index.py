@@ -47,6 +47,7 @@ from tensorlogic.ops.reduce import joint_backward  # isort: skip
 
 from ...support.compiled import nothing_spills  # isort: skip
 from ...support.helpers import guessed_best  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 PAIR = "extreme_together"

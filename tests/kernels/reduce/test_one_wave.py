@@ -21,6 +21,7 @@ from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch
 
 from tensorlogic.kernels.reduce import one_wave  # isort: skip
 from ...support.compiled import resources  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 

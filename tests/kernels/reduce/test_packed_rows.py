@@ -32,6 +32,8 @@ from tensorlogic.kernels.reduce import packed_rows as reduce_packed_rows  # isor
 from ...support.compiled import nothing_spills
 
 from ...support.compiled import ptx  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
+from ...support.triton import small as small  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 WANT: dict[str, Any] = {

@@ -29,6 +29,8 @@ from tensorlogic.kernels.reduce import ragged as reduce_ragged  # isort: skip
 
 
 from ...support.compiled import nothing_spills  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
+from ...support.triton import small as small  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 SHAPES = ((1, 33), (9, 47), (5, 250), (10, 333), (2, 1029))

@@ -30,6 +30,8 @@ from tensorlogic.kernels.reduce import split as reduce_split  # isort: skip
 
 
 from ...support.compiled import nothing_spills  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
+from ...support.triton import small as small  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (

@@ -31,6 +31,7 @@ from tensorlogic.core.key import Key
 
 from tensorlogic.core.key import TensorSpec  # isort: skip
 from ...support.compiled import resources  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 candidate_loading.ready(DEVICE.type)

@@ -35,6 +35,7 @@ from tensorlogic.kernels.softmax import ragged as softmax_ragged  # isort: skip
 from ...support.compiled import nothing_spills
 
 from ...support.compiled import ptx  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 SHAPES = (

@@ -30,6 +30,7 @@ from tensorlogic.ops.softmax import triton_smem  # isort: skip
 from ...support.compiled import STACK
 
 from ...support.compiled import resources  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

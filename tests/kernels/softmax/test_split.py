@@ -36,6 +36,8 @@ from tensorlogic.kernels.softmax import split as softmax_split  # isort: skip
 from ...support.compiled import nothing_spills
 
 from ...support.compiled import ptx  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
+from ...support.triton import small as small  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (

@@ -33,6 +33,7 @@ from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  
 from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 
 from ...support.compiled import nothing_spills  # isort: skip
+from ...support.triton import default_device as default_device  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
 CONFIGS = (

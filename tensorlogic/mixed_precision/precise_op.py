@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
 from ..core.key import Key
 from ..core.op import Op, key_flags
-from . import adaptive as adaptive  # it enters itself as the chooser among the formats of these ops
+from . import adaptive as adaptive  # enters itself as a chooser
 from . import formats_cpu, number_formats
 from .number_formats import WAYS, Way
 from .product_sites import eager_us

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tensorlogic.core.dtypes import DTYPES, NAMES
-from tensorlogic.kernels.attention_scores import hopper_register_store
+from tensorlogic.kernels.attention_scores import hopper_register_store, hopper_resident_k
 from tensorlogic.kernels.cross_entropy import fused_backward_smem
 from tensorlogic.kernels.gemm.spec import Operand
 from tensorlogic.kernels.mixed_precision import f64_gemm, mixed_gemm
@@ -75,6 +75,9 @@ def half_odd(ring: str, n: int, pad: int) -> None:
 SCORES = {  # configuration, sizes
     "direct": ({"num_warps": 4, "STAGES": 3}, (1, 2, 203, 640, 64)),
     "direct stays": ({"num_warps": 4, "STAGES": 2}, (1, 6, 64, 256, 32)),
+    "kept": ({"CUBIC": 1, "HELD": 1}, (1, 6, 203, 512, 64)),
+    "kept, none held": ({"CUBIC": 2, "HELD": 0}, (1, 2, 128, 512, 32)),
+    "kept, three steps": ({"CUBIC": 2, "HELD": 1}, (1, 2, 128, 384, 32)),
 }  # fmt: skip
 
 
@@ -91,8 +94,12 @@ def scores(name: str, dtype: str = "f16") -> None:
             peak = (k[0, head, :64].float() @ row).max() + octaves / 0.3 / 1.44
             k[0, head, column] = (row * peak / row.square().sum()).to(k.dtype)
     lies = q.stride()[:3], k.stride()[:3]
-    assert config in hopper_register_store.direct_configs(s, t, d)
-    run = hopper_register_store.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
+    if name.startswith("kept"):
+        assert config in hopper_resident_k.kept_configs(s, t, d)
+        run = hopper_resident_k.kept_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
+    else:
+        assert config in hopper_register_store.direct_configs(s, t, d)
+        run = hopper_register_store.direct_launcher((b, h, s, t, d), dtype, *lies, config, CPU)
     y = poisoned(b, h, s, t, dtype=dtype)
     assert run(q, k, y, 0.3)
     close(y, torch.softmax(q.double() @ k.double().mT * 0.3, -1), dtype, 0.1)
@@ -244,81 +251,88 @@ def test_softmax_gradients_of_rows_that_are_held(name: str) -> None:
     softmax_gradients(name)
 
 
-COMMON = "tensorlogic.ops.common.triton_"
+KERNELS = "tensorlogic.kernels."
 OTHERS = {"bias": "f16", "outer": "residual", "activation": "relu", "z": "f16"}
 PLANTED: dict[str, tuple[str, str, str, Callable[[], None]]] = {  # module, its text, a wrong one, what must notice
-    "product: one step of K too few": ("specialised", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 64, BLOCK_K)", products),
-    "product: a tile of rows too few": ("specialised", "tiles = gl.cdiv(M, BLOCK_M)", "tiles = gl.cdiv(M - 8, BLOCK_M)", products),
-    "product: columns one off": ("specialised", "rn = at_n + gl", "rn = 1 + at_n + gl", partial(products, bias="f16")),
-    "product: rows of a neighbour": ("specialised", "tile_m * BLOCK_M + me * ROWS,", "tile_m * BLOCK_M + me * ROWS + 1,", products),
-    "product: a stage freed too early": ("specialised", "(done + STAGES - 1) % STAGES), count=1, pred", "done % STAGES), count=1, pred", products),
-    "product: not waited for": ("specialised", "acc = warpgroup_mma_wait(0, deps=(acc,))", "acc = acc", products),
-    "product: a stage too many": ("specialised", "at = done % STAGES\n            k = ", "at = done % (STAGES + 1)\n            k = ", products),
-    "product: the wrong phase": ("specialised", "(done // STAGES & 1) ^ 1", "done // STAGES & 1", products),
-    "product: bytes of one tile too few": ("specialised", "(BLOCK_M + BLOCK_N) * BLOCK_K", "(BLOCK_M + BLOCK_N - 1) * BLOCK_K", products),
-    "product: a store not waited for": ("specialised", "    tma.store_wait(0)\n\n\n@gluon.jit\ndef gemm", "\n\n@gluon.jit\ndef gemm", products),
-    "product: outputs overwritten early": ("specialised", "tma.store_wait(PARTS - 1)", "pass", partial(products, **OTHERS)),
-    "product: a part overwritten one early": ("specialised", "tma.store_wait(PARTS - 1)", "tma.store_wait(PARTS)", in_parts),
-    "product: parts share memory": ("specialised", "mine = staged.index(me * PARTS + i)", "mine = staged.index(me * PARTS)", in_parts),
-    "product: another part's residual": ("specialised", "tile_n * BLOCK_N + j * PART", "tile_n * BLOCK_N + (j ^ 1) * PART", in_parts),
-    "product: a part's columns one off": ("specialised", "y_ptr, at_m, at_n + i * PART", "y_ptr, at_m, at_n + i * PART + 1", in_parts),
-    "product: the residual's memory free too early": ("specialised", "            tma.store_wait(0)\n            mbarrier.arrive(free", "            mbarrier.arrive(free", in_parts),
-    "product: parts over what leaves still": ("specialised", "        if OUTER == \"none\":\n            tma.store_wait(0)", "        if OUTER == \"none\":\n            pass", in_parts),
-    "product: bytes of one part alone": ("specialised", "ready, BLOCK_M * BLOCK_N *", "ready, BLOCK_M * PART *", in_parts),
-    "product: all that is kept in the first columns": ("specialised", "z_ptr, at_m, at_n + i * PART", "z_ptr, at_m, at_n", in_parts),
-    "product: what is kept early through one part's memory": ("specialised", "put(staged.index(me * PARTS + i), z", "put(staged.index(me * PARTS), z", in_parts),
-    "product: parts in another order": ("specialised", "parts(first, PARTS // 2) + parts(second, PARTS // 2)", "parts(second, PARTS // 2) + parts(first, PARTS // 2)", in_parts),
-    "product: a row by threads too few": ("specialised", "(m + row < M)", "(m + row < M - 1)", partial(products, n=201)),
-    "product: rows by threads one off": ("specialised", "mine.slice(i * FEW, FEW).load", "mine.slice((i ^ 1) * FEW, FEW).load", partial(products, n=201)),
-    "product: the residual's rows one off": ("specialised", "mine.slice(i * FEW, FEW).store", "mine.slice((i ^ 1) * FEW, FEW).store", partial(products, n=201, outer="residual")),
-    "product: what is stored is overwritten by the residual": ("specialised", "            tma.store_wait(0)\n            fetch(", "            fetch(", partial(half_odd, "two", 200, 3)),
-    "product: the residual's tile early": ("specialised", "mbarrier.wait(ready, turn & 1)", "pass", partial(products, **OTHERS)),
-    "rounded: one step of K too few": ("mixed", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 8, BLOCK_K)", rounded),
-    "rounded: rows one off": ("mixed", "rm = at_m + gl.arange(0, acc", "rm = 1 + at_m + gl.arange(0, acc", rounded),
-    "rounded: a store beyond the edge": ("mixed", "gl.store(to, acc, mask=(rm < M)[:, None] & (rn < N)[None, :])\n\n\n@gluon.jit\ndef sweep", "gl.store(to, acc, mask=(rm < M + 1)[:, None] & (rn < N)[None, :])\n\n\n@gluon.jit\ndef sweep", rounded),
-    "rounded: the next step's rows early": ("mixed", "        mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)\n        x32 = rows_of(xs, done % STAGES * CONSUMERS", "        x32 = rows_of(xs, done % STAGES * CONSUMERS", rounded),
-    "rounded: scales by one bit off": ("mixed", "(e + 127) << 23", "(e + 126) << 23", partial(rounded, "scaled")),
-    "rounded: slow rows one element short": ("mixed", "for _ in range(K):", "for _ in range(K - 1):", partial(rounded, "late")),
-    "widened: one step of K too few": ("widened", "for _ in range(gl.cdiv(K, BLOCK_K)):", "for _ in range(gl.cdiv(K, BLOCK_K) - 1):", products_widened),
-    "widened: rows one off": ("widened", "rm = tile_m *", "rm = 1 + tile_m *", products_widened),
-    "widened: a store beyond the edge": ("widened", "(rm < M)", "(rm < M + 1)", products_widened),
-    "widened: a stage read early": ("widened", "            mbarrier.wait(full.index(at), done // STAGES & 1)\n", "", products_widened),
-    "widened: bytes of one tile too few": ("widened", "BYTES * BLOCK_K", "BYTES * BLOCK_K - 1", products_widened),
-    "direct: a step of k too few": ("scores_direct", "for step in range(laps):\n        if STAYS", "for step in range(laps - 1):\n        if STAYS", partial(scores, "direct")),
-    "direct: columns in another order": ("scores_direct", "((row & 6) << 2) | ((row & 24) >> 2)", "((row & 6) << 1) | ((row & 24) >> 2)", partial(scores, "direct")),
-    "direct: the last rows one off": ("scores_direct", "% groups * M, S - M)", "% groups * M, S - M + 1)", partial(scores, "direct")),
-    "direct: k not waited for": ("scores_direct", "            async_copy.wait_group(STAGES - 2)\n            fence_async_shared()\n        left = begin(q, ks.index(step", "            fence_async_shared()\n        left = begin(q, ks.index(step", partial(scores, "direct")),
-    "direct: recounted one step short": ("scores_direct", "for step in range(steps):\n        k = ", "for step in range(steps - 1):\n        k = ", partial(scores, "direct")),
-    "loss: a row too few": ("cross_entropy_held", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(losses, "held")),
-    "loss: a tile not waited for": ("cross_entropy_held", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(losses, "held")),
-    "loss: waits for a tile less": ("cross_entropy_held", "min(k, SHARED - 1) - (k - AHEAD)", "min(k, SHARED - 1) - (k - AHEAD) + 1", partial(losses, "late")),
-    "loss: written past a row": ("cross_entropy_held", "left = C - k", "left = C + 8 - k", partial(losses, "held")),
-    "loss: summed past a row": ("cross_entropy_held", "piece < W - (k - AHEAD) * TILE", "piece < W + 1 - (k - AHEAD) * TILE", partial(losses, "wide")),
-    "loss: another tile's gradient": ("cross_entropy_held", "v = xs.index(k).load(IN)\n                put", "v = xs.index((k + 1) % SHARED).load(IN)\n                put", partial(losses, "held")),
-    "loss: the next row's target early": ("cross_entropy_held", "t = gl.load(t_ptr + after, mask=more", "t = gl.load(t_ptr + row, mask=begun", partial(losses, "held")),
-    "loss: a target of C": ("cross_entropy_held", "(t >= 0) & (t < C)", "(t >= 0) & (t <= C)", partial(losses, "late")),
-    "softmax: a row too few": ("softmax_held", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(softmax_rows, "held")),
-    "softmax: a row that is not there": ("softmax_held", "after < R", "after <= R", partial(softmax_rows, "held")),
-    "softmax: sums of one row are the next one's": ("softmax_held", "        norm = gl.zeros([LANES], gl.float32, SIDE)\n        if ODD", "        if ODD", partial(softmax_rows, "late")),
-    "softmax: rows one element on": ("softmax_held", "row.to(gl.int64) * C", "row.to(gl.int64) * C + 1", partial(softmax_rows, "wide")),
-    "softmax's gradient: a row too few": ("softmax_held", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(softmax_gradients, "held")),
-    "softmax's gradient: a tile not waited for": ("softmax_held", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(softmax_gradients, "held")),
-    "softmax's gradient: waits for a tile less": ("softmax_held", "min(k, SHARED - 1) - (k - AHEAD)", "min(k, SHARED - 1) - (k - AHEAD) + 1", partial(softmax_gradients, "late")),
-    "softmax's gradient: sums of one row are the next one's": ("softmax_held", "        along = gl.zeros([LANES], gl.float32, SIDE)\n        if ODD", "        if ODD", partial(softmax_gradients, "held")),
-    "softmax's gradient: written past a row": ("softmax_held", "left = size - k", "left = size + 8 - k", partial(softmax_gradients, "held")),
-    "softmax's gradient: another tile's dy": ("softmax_held", "y, dy = ys.index(k).load(IN), ds.index(k).load(IN)", "y, dy = ys.index(k).load(IN), ds.index((k + 1) % SHARED).load(IN)", partial(softmax_gradients, "held")),
-    "loss: ends of the next row": ("cross_entropy_held", "parts_held(after.to(gl.int64)", "parts_held(row.to(gl.int64)", partial(losses, "odd")),
-    "loss: ends are not summed": ("cross_entropy_held", "total += gl.sum(exponential(ends", "total += 0 * gl.sum(exponential(ends", partial(losses, "odd")),
-    "loss: the last but one tile is whole": ("cross_entropy_held", "k - AHEAD < TILES - 1 - ODD", "k - AHEAD < TILES - 1", partial(losses, "odd, wide")),
-    "loss: an end too few": ("cross_entropy_held", "gl.minimum(first, C), C)", "gl.minimum(first, C), C - 1)", partial(losses, "odd")),
-    "softmax: ends scaled twice": ("softmax_held", "y = gradient(ends, base, scale, kind)", "y = gradient(ends, base, scale * 2, kind)", partial(softmax_rows, "odd")),
-    "softmax: groups one element on": ("softmax_held", "to = y_ptr + begin\n", "to = y_ptr + begin + 1\n", partial(softmax_rows, "odd")),
-    "softmax: the largest at an end is not seen": ("softmax_held", "based(gl.max(ends, 0), kind)", "based(gl.min(ends, 0), kind)", partial(softmax_rows, "odd")),
-    "softmax's gradient: ends are not summed": ("softmax_held", "dot += gl.sum(y_e * d_e, 0)", "pass", partial(softmax_gradients, "odd")),
-    "softmax's gradient: the last but one tile is whole": ("softmax_held", "EVEN or k < TILES - 1 - ODD", "EVEN or k < TILES - 1", partial(softmax_gradients, "odd, wide")),
-    "softmax: a tile not waited for": ("cross_entropy_held", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(softmax_rows, "held")),
-    "direct stays: rows once more from one step": ("scores_direct", "step if STAYS else 0", "0", partial(scores, "direct stays")),
-    "direct: what stays is not waited for": ("scores_direct", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
+    "product: one step of K too few": ("gemm.hopper_kernel", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 64, BLOCK_K)", products),
+    "product: a tile of rows too few": ("gemm.hopper_kernel", "tiles = gl.cdiv(M, BLOCK_M)", "tiles = gl.cdiv(M - 8, BLOCK_M)", products),
+    "product: columns one off": ("gemm.hopper_kernel", "rn = at_n + gl", "rn = 1 + at_n + gl", partial(products, bias="f16")),
+    "product: rows of a neighbour": ("gemm.hopper_kernel", "tile_m * BLOCK_M + me * ROWS,", "tile_m * BLOCK_M + me * ROWS + 1,", products),
+    "product: a stage freed too early": ("gemm.hopper_kernel", "(done + STAGES - 1) % STAGES), count=1, pred", "done % STAGES), count=1, pred", products),
+    "product: not waited for": ("gemm.hopper_kernel", "acc = warpgroup_mma_wait(0, deps=(acc,))", "acc = acc", products),
+    "product: a stage too many": ("gemm.hopper_kernel", "at = done % STAGES\n            k = ", "at = done % (STAGES + 1)\n            k = ", products),
+    "product: the wrong phase": ("gemm.hopper_kernel", "(done // STAGES & 1) ^ 1", "done // STAGES & 1", products),
+    "product: bytes of one tile too few": ("gemm.hopper_kernel", "(BLOCK_M + BLOCK_N) * BLOCK_K", "(BLOCK_M + BLOCK_N - 1) * BLOCK_K", products),
+    "product: a store not waited for": ("gemm.hopper_kernel", "    tma.store_wait(0)\n\n\n@gluon.jit\ndef gemm", "\n\n@gluon.jit\ndef gemm", products),
+    "product: outputs overwritten early": ("gemm.hopper_kernel", "tma.store_wait(PARTS - 1)", "pass", partial(products, **OTHERS)),
+    "product: a part overwritten one early": ("gemm.hopper_kernel", "tma.store_wait(PARTS - 1)", "tma.store_wait(PARTS)", in_parts),
+    "product: parts share memory": ("gemm.hopper_kernel", "mine = staged.index(me * PARTS + i)", "mine = staged.index(me * PARTS)", in_parts),
+    "product: another part's residual": ("gemm.hopper_kernel", "tile_n * BLOCK_N + j * PART", "tile_n * BLOCK_N + (j ^ 1) * PART", in_parts),
+    "product: a part's columns one off": ("gemm.hopper_kernel", "y_ptr, at_m, at_n + i * PART", "y_ptr, at_m, at_n + i * PART + 1", in_parts),
+    "product: the residual's memory free too early": ("gemm.hopper_kernel", "            tma.store_wait(0)\n            mbarrier.arrive(free", "            mbarrier.arrive(free", in_parts),
+    "product: parts over what leaves still": ("gemm.hopper_kernel", "        if OUTER == \"none\":\n            tma.store_wait(0)", "        if OUTER == \"none\":\n            pass", in_parts),
+    "product: bytes of one part alone": ("gemm.hopper_kernel", "ready, BLOCK_M * BLOCK_N *", "ready, BLOCK_M * PART *", in_parts),
+    "product: all that is kept in the first columns": ("gemm.hopper_kernel", "z_ptr, at_m, at_n + i * PART", "z_ptr, at_m, at_n", in_parts),
+    "product: what is kept early through one part's memory": ("gemm.hopper_kernel", "put(staged.index(me * PARTS + i), z", "put(staged.index(me * PARTS), z", in_parts),
+    "product: parts in another order": ("gemm.hopper_kernel", "parts(first, PARTS // 2) + parts(second, PARTS // 2)", "parts(second, PARTS // 2) + parts(first, PARTS // 2)", in_parts),
+    "product: a row by threads too few": ("gemm.hopper_kernel", "(m + row < M)", "(m + row < M - 1)", partial(products, n=201)),
+    "product: rows by threads one off": ("gemm.hopper_kernel", "mine.slice(i * FEW, FEW).load", "mine.slice((i ^ 1) * FEW, FEW).load", partial(products, n=201)),
+    "product: the residual's rows one off": ("gemm.hopper_kernel", "mine.slice(i * FEW, FEW).store", "mine.slice((i ^ 1) * FEW, FEW).store", partial(products, n=201, outer="residual")),
+    "product: what is stored is overwritten by the residual": ("gemm.hopper_kernel", "            tma.store_wait(0)\n            fetch(", "            fetch(", partial(half_odd, "two", 200, 3)),
+    "product: the residual's tile early": ("gemm.hopper_kernel", "mbarrier.wait(ready, turn & 1)", "pass", partial(products, **OTHERS)),
+    "rounded: one step of K too few": ("mixed_precision.mixed_gemm_kernel", "steps = gl.cdiv(K, BLOCK_K)", "steps = gl.cdiv(K - 8, BLOCK_K)", rounded),
+    "rounded: rows one off": ("mixed_precision.mixed_gemm_kernel", "rm = at_m + gl.arange(0, acc", "rm = 1 + at_m + gl.arange(0, acc", rounded),
+    "rounded: a store beyond the edge": ("mixed_precision.mixed_gemm_kernel", "gl.store(to, acc, mask=(rm < M)[:, None] & (rn < N)[None, :])\n\n\n@gluon.jit\ndef sweep", "gl.store(to, acc, mask=(rm < M + 1)[:, None] & (rn < N)[None, :])\n\n\n@gluon.jit\ndef sweep", rounded),
+    "rounded: the next step's rows early": ("mixed_precision.mixed_gemm_kernel", "        mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)\n        x32 = rows_of(xs, done % STAGES * CONSUMERS", "        x32 = rows_of(xs, done % STAGES * CONSUMERS", rounded),
+    "rounded: scales by one bit off": ("mixed_precision.mixed_gemm_kernel", "(e + 127) << 23", "(e + 126) << 23", partial(rounded, "scaled")),
+    "rounded: slow rows one element short": ("mixed_precision.mixed_gemm_kernel", "for _ in range(K):", "for _ in range(K - 1):", partial(rounded, "late")),
+    "widened: one step of K too few": ("mixed_precision.f64_gemm_kernel", "for _ in range(gl.cdiv(K, BLOCK_K)):", "for _ in range(gl.cdiv(K, BLOCK_K) - 1):", products_widened),
+    "widened: rows one off": ("mixed_precision.f64_gemm_kernel", "rm = tile_m *", "rm = 1 + tile_m *", products_widened),
+    "widened: a store beyond the edge": ("mixed_precision.f64_gemm_kernel", "(rm < M)", "(rm < M + 1)", products_widened),
+    "widened: a stage read early": ("mixed_precision.f64_gemm_kernel", "            mbarrier.wait(full.index(at), done // STAGES & 1)\n", "", products_widened),
+    "widened: bytes of one tile too few": ("mixed_precision.f64_gemm_kernel", "BYTES * BLOCK_K", "BYTES * BLOCK_K - 1", products_widened),
+    "direct: a step of k too few": ("attention_scores.hopper_register_store", "for step in range(laps):\n        if STAYS", "for step in range(laps - 1):\n        if STAYS", partial(scores, "direct")),
+    "direct: columns in another order": ("attention_scores.hopper_register_store", "((row & 6) << 2) | ((row & 24) >> 2)", "((row & 6) << 1) | ((row & 24) >> 2)", partial(scores, "direct")),
+    "direct: the last rows one off": ("attention_scores.hopper_register_store", "% groups * M, S - M)", "% groups * M, S - M + 1)", partial(scores, "direct")),
+    "direct: k not waited for": ("attention_scores.hopper_register_store", "            async_copy.wait_group(STAGES - 2)\n            fence_async_shared()\n        left = begin(q, ks.index(step", "            fence_async_shared()\n        left = begin(q, ks.index(step", partial(scores, "direct")),
+    "direct: recounted one step short": ("attention_scores.hopper_register_store", "for step in range(steps):\n        k = ", "for step in range(steps - 1):\n        k = ", partial(scores, "direct")),
+    "loss: a row too few": ("cross_entropy.fused_backward_smem_kernel", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(losses, "held")),
+    "loss: a tile not waited for": ("row_access.shared_memory", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(losses, "held")),
+    "loss: waits for a tile less": ("row_access.shared_memory", "min(k, SHARED - 1) - (k - AHEAD)", "min(k, SHARED - 1) - (k - AHEAD) + 1", partial(losses, "late")),
+    "loss: written past a row": ("row_access.shared_memory", "left = C - k", "left = C + 8 - k", partial(losses, "held")),
+    "loss: summed past a row": ("row_access.shared_memory", "piece < W - (k - AHEAD) * TILE", "piece < W + 1 - (k - AHEAD) * TILE", partial(losses, "wide")),
+    "loss: another tile's gradient": ("row_access.shared_memory", "v = xs.index(k).load(IN)\n                put", "v = xs.index((k + 1) % SHARED).load(IN)\n                put", partial(losses, "held")),
+    "loss: the next row's target early": ("cross_entropy.fused_backward_smem_kernel", "t = gl.load(t_ptr + after, mask=more", "t = gl.load(t_ptr + row, mask=begun", partial(losses, "held")),
+    "loss: a target of C": ("cross_entropy.fused_backward_smem_kernel", "(t >= 0) & (t < C)", "(t >= 0) & (t <= C)", partial(losses, "late")),
+    "softmax: a row too few": ("softmax.smem_kernel", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(softmax_rows, "held")),
+    "softmax: a row that is not there": ("softmax.smem_kernel", "after < R", "after <= R", partial(softmax_rows, "held")),
+    "softmax: sums of one row are the next one's": ("softmax.smem_kernel", "        norm = gl.zeros([LANES], gl.float32, SIDE)\n        if ODD", "        if ODD", partial(softmax_rows, "late")),
+    "softmax: rows one element on": ("softmax.smem_kernel", "row.to(gl.int64) * C", "row.to(gl.int64) * C + 1", partial(softmax_rows, "wide")),
+    "softmax's gradient: a row too few": ("softmax.smem_kernel", "range(pid - programs, R, programs)", "range(pid - programs, R - 1, programs)", partial(softmax_gradients, "held")),
+    "softmax's gradient: a tile not waited for": ("softmax.smem_kernel", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(softmax_gradients, "held")),
+    "softmax's gradient: waits for a tile less": ("softmax.smem_kernel", "min(k, SHARED - 1) - (k - AHEAD)", "min(k, SHARED - 1) - (k - AHEAD) + 1", partial(softmax_gradients, "late")),
+    "softmax's gradient: sums of one row are the next one's": ("softmax.smem_kernel", "        along = gl.zeros([LANES], gl.float32, SIDE)\n        if ODD", "        if ODD", partial(softmax_gradients, "held")),
+    "softmax's gradient: written past a row": ("softmax.smem_kernel", "left = size - k", "left = size + 8 - k", partial(softmax_gradients, "held")),
+    "softmax's gradient: another tile's dy": ("softmax.smem_kernel", "y, dy = ys.index(k).load(IN), ds.index(k).load(IN)", "y, dy = ys.index(k).load(IN), ds.index((k + 1) % SHARED).load(IN)", partial(softmax_gradients, "held")),
+    "loss: ends of the next row": ("cross_entropy.fused_backward_smem_kernel", "parts_held(after.to(gl.int64)", "parts_held(row.to(gl.int64)", partial(losses, "odd")),
+    "loss: ends are not summed": ("cross_entropy.fused_backward_smem_kernel", "total += gl.sum(exponential(ends", "total += 0 * gl.sum(exponential(ends", partial(losses, "odd")),
+    "loss: the last but one tile is whole": ("row_access.shared_memory", "k - AHEAD < TILES - 1 - ODD", "k - AHEAD < TILES - 1", partial(losses, "odd, wide")),
+    "loss: an end too few": ("row_access.shared_memory", "gl.minimum(first, C), C)", "gl.minimum(first, C), C - 1)", partial(losses, "odd")),
+    "softmax: ends scaled twice": ("softmax.smem_kernel", "y = gradient(ends, base, scale, kind)", "y = gradient(ends, base, scale * 2, kind)", partial(softmax_rows, "odd")),
+    "softmax: groups one element on": ("softmax.smem_kernel", "to = y_ptr + begin\n", "to = y_ptr + begin + 1\n", partial(softmax_rows, "odd")),
+    "softmax: the largest at an end is not seen": ("softmax.smem_kernel", "based(gl.max(ends, 0), kind)", "based(gl.min(ends, 0), kind)", partial(softmax_rows, "odd")),
+    "softmax's gradient: ends are not summed": ("softmax.smem_kernel", "dot += gl.sum(y_e * d_e, 0)", "pass", partial(softmax_gradients, "odd")),
+    "softmax's gradient: the last but one tile is whole": ("softmax.smem_kernel", "EVEN or k < TILES - 1 - ODD", "EVEN or k < TILES - 1", partial(softmax_gradients, "odd, wide")),
+    "softmax: a tile not waited for": ("row_access.shared_memory", "async_copy.wait_group(min(k, SHARED - 1) - (k - AHEAD))", "pass", partial(softmax_rows, "held")),
+    "direct stays: rows once more from one step": ("attention_scores.hopper_register_store", "step if STAYS else 0", "0", partial(scores, "direct stays")),
+    "direct: what stays is not waited for": ("attention_scores.hopper_register_store", "                async_copy.wait_group(0)\n", "                pass\n", partial(scores, "direct stays")),
+    "kept: the last step's columns": ("attention_scores.hopper_resident_k", "y_ptr + LAST * (2 * N), at", "y_ptr + LAST * (2 * N) + 1, at", partial(scores, "kept")),
+    "kept: one step not written": ("attention_scores.hopper_resident_k", "for step in range(laps + more):", "for step in range(laps + more - 1):", partial(scores, "kept")),
+    "kept: the last step is not waited for": ("attention_scores.hopper_resident_k", "    if AGAIN == 1:\n        async_copy.wait_group(0)\n", "    if AGAIN == 1:\n", partial(scores, "kept, three steps")),
+    "kept: another step is held": ("attention_scores.hopper_resident_k", "y_ptr + (AGAIN + i) * (2 * N)", "y_ptr + (AGAIN + i) * (2 * N) + N", partial(scores, "kept")),
+    "kept: sums beyond what is held": ("attention_scores.hopper_resident_k", "6e4 if dtype", "1e38 if dtype", partial(scores, "kept")),
+    "kept: what has left float16 is not made again": ("attention_scores.hopper_resident_k", "more = HELD", "more = 0", partial(scores, "kept")),
+    "kept: powers beyond float32": ("attention_scores.hopper_resident_k", "tl.clamp(x, -127.0, 127.0", "tl.clamp(x, -127.0, 1e6", partial(scores, "kept", "bf16")),
 }  # fmt: skip
 
 
@@ -339,7 +353,7 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     module, right, wrong, notices = PLANTED[name]
 
     def edit(where: str, text: str) -> str:
-        if where != COMMON + module:
+        if where != KERNELS + module:
             return text
         if right not in text:
             raise ValueError(f"nothing to plant in {module}: {right}")

@@ -234,3 +234,10 @@ def extreme_lines(name: str) -> Lines:
     outer, c, inner, x = EXTREME_LARGE[name]
     rows = x[1] < x[2]
     return Lines(outer, c, inner, (x, (0, 1, c) if rows else (c * inner, inner, 1)))
+
+
+def scores_inputs(shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """q with heads side by side in memory, k of one head for all."""
+    b, h, s, t, d = shape
+    q = rand(b, s, h, d, dtype=dtype).transpose(1, 2)
+    return q, rand(b, 1, t, d, dtype=dtype, seed=1).expand(b, h, t, d)

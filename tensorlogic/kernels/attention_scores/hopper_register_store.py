@@ -309,14 +309,36 @@ def direct_launcher(
 ) -> Callable[..., bool]:
     """A callable (q, k, y, scale) -> bool for scale > 0; shape is (B, H, S, T, D), y contiguous [B, H, S, T]; strides are
     those of batch, head and row. A neighbour's configuration gives way where it does not fit."""
-    b, h, s, t, d = shape
+    s, t, d = shape[2:]
     fitting = direct_configs(s, t, d)
     config = config if dict(config) in fitting else fitting[0]
-    warps = config["num_warps"]
+    constexprs = {"N": BLOCK_N, "STEPS": t // (2 * BLOCK_N), "STAGES": config["STAGES"]}
+    return by_rows(
+        attention_scores_direct, shape, dtype, strides_q, strides_k, constexprs, config["num_warps"], device
+    )  # fmt: skip
+
+
+def registers(d: int) -> int:
+    """Of a thread: four programs of 4 warps on a multiprocessor, or two of 8; at D 128 shared memory has room for eight warps."""
+    return 224 if d > 64 else 128
+
+
+def by_rows(
+    kernel: Any,
+    shape: tuple[int, int, int, int, int],
+    dtype: str,
+    strides_q: Sequence[int],
+    strides_k: Sequence[int],
+    constexprs: Mapping[str, Any],
+    warps: int,
+    device: torch.device,
+) -> Callable[..., bool]:
+    """A callable (q, k, y, scale) -> bool: a program for every 16 `warps` rows of a head."""
+    b, h, s, t, d = shape
     groups = math.ceil(s / (16 * warps))
     names = ("stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks")
     return launch.prepare(
-        attention_scores_direct,
+        kernel,
         grid=(b * h * groups, 1, 1),
         pointers=dict.fromkeys(("q_ptr", "k_ptr", "y_ptr"), dtype),
         integers={
@@ -324,10 +346,9 @@ def direct_launcher(
             "H": h, "S": s, "T": t, "groups": groups,
         },
         floats=("scale",),
-        constexprs={"D": d, "N": BLOCK_N, "STEPS": t // (2 * BLOCK_N), "STAGES": config["STAGES"]},
+        constexprs={"D": d, **constexprs},
         num_warps=warps,
         num_stages=1,
         device=device,
-        # four programs of 4 warps on a multiprocessor, or two of 8; at D 128 shared memory has room for eight warps
-        registers=224 if d > 64 else 128,
+        registers=registers(d),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from ...support.triton import (
     close,
     poisoned,
     rand,
+    scores_inputs,
 )
 
 from tensorlogic.core.op import OPS  # isort: skip  (after the interpreter is asked for)
@@ -44,19 +45,12 @@ def launcher(q: torch.Tensor, k: torch.Tensor, dtype: str, which: int, device: A
     )
 
 
-def inputs(shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """q with heads side by side in memory, k of one head for all."""
-    b, h, s, t, d = shape
-    q = rand(b, s, h, d, dtype=dtype).transpose(1, 2)
-    return q, rand(b, 1, t, d, dtype=dtype, seed=1).expand(b, h, t, d)
-
-
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("shape", "which"), OFFERED)
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_scores(shape: tuple[int, ...], which: int, dtype: str) -> None:
     b, h, s, t, _ = shape
-    q, k = inputs(shape, dtype)
+    q, k = scores_inputs(shape, dtype)
     shared = k[:, :1]  # the memory behind every head's
     run = launcher(q, k, dtype, which)
     for late in (1, 60):  # the second: a late maximum, far above the first tile's
@@ -76,13 +70,13 @@ def test_scores(shape: tuple[int, ...], which: int, dtype: str) -> None:
 )
 def test_what_is_not_finite_reaches_its_rows(which: int) -> None:
     for column in (0, 9, 27, 95, 511):
-        q, k = (x.clone() for x in inputs((1, 2, 128, 512, 64), "f16"))
+        q, k = (x.clone() for x in scores_inputs((1, 2, 128, 512, 64), "f16"))
         k[0, 1, column, 3] = float("nan")
         y = poisoned(1, 2, 128, 512, dtype="f16")
         assert launcher(q, k, "f16", which)(q, k, y, 0.3)
         assert not y[:, 0].isnan().any()
         assert y[:, 1].isnan().all()
-    q, k = (x.clone() for x in inputs((1, 1, 128, 512, 64), "f16"))
+    q, k = (x.clone() for x in scores_inputs((1, 1, 128, 512, 64), "f16"))
     k[..., 0], q[..., 0] = 100.0, -600.0  # scores near -6e4, all of them
     assert launcher(q, k, "f16", which)(q, k, y[:, :1], 1.0)
     want = torch.softmax(q.double() @ k.double().mT, -1)

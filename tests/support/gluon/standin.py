@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,8 @@ from .language import Copies, Language, Mbarrier, converted
 from .machine import Matrix, Pointer, Product, Program
 
 ANNOTATIONS = __import__("__future__").annotations.compiler_flag
-KERNELS = "tensorlogic.ops.common.triton_"
-HOST = (f"{KERNELS}launch", f"{KERNELS}start", f"{KERNELS}descriptors")
+KERNELS = "tensorlogic.kernels."
+HOST = tuple(f"{KERNELS}triton_runtime.{n}" for n in ("launch", "kernel_start", "tma_descriptors"))
 
 
 class Plain(ast.NodeTransformer):
@@ -69,8 +70,11 @@ def source(module: str, text: str) -> tuple[list[tuple[bool, Any]], dict[str, li
             alone = ast.fix_missing_locations(ast.Module([node], []))
             code = compile(alone, module, "exec", flags=flags, dont_inherit=True)
             own.append((isinstance(node, ast.Assign), code))
-        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith(KERNELS) and node.module not in HOST:  # fmt: skip
-            taken[str(node.module)] = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            theirs = "." * node.level + (node.module or "")
+            theirs = importlib.util.resolve_name(theirs, module.rpartition(".")[0])
+            if theirs.startswith(KERNELS) and theirs not in HOST:
+                taken.setdefault(theirs, []).extend(alias.name for alias in node.names)
     return own, taken
 
 

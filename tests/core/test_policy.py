@@ -24,6 +24,7 @@ from ..support.plans import (
     plan,
     put,  # the fixture
 )
+from ..support.plans import served as served  # a fixture
 
 
 def test_policies_nest_and_end(served: Served) -> None:
@@ -80,11 +81,7 @@ def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
 
 @pytest.mark.parametrize("make", ["policy", "placement"])
 def test_a_policy_may_be_entered_again(make: str) -> None:
-    again = (
-        tensorlogic.policy(force="toy.a")
-        if make == "policy"
-        else tensorlogic.device_placement.placement("cpu")
-    )
+    again = tensorlogic.policy(force="toy.a") if make == "policy" else tensorlogic.placement("cpu")
     before = policy.current()
     with again as first, tensorlogic.policy(tune="off"):
         with again as inside, again:

@@ -19,17 +19,7 @@ from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {
-    "cuda": (
-        "triton",
-        "triton_one_wave",
-        "triton_ragged",
-        "triton_split",
-        "triton_packed_rows",
-        "triton_extreme",
-        "triton_extreme_index",
-    )
-}
+CANDIDATES = {"cuda": ("triton", "triton_extreme")}
 
 Dims = tuple[int, ...]
 
@@ -97,11 +87,16 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
         y.copy_(torch.amax(x, dim, key.flag("keepdim")) if dim else x)
 
 
-def _tied(key: Key, values: dict[str, Any]) -> None:
-    """Halves and whole numbers, many of them alike, and their extremes."""
+def rounded_to_halves(key: Key, values: dict[str, Any]) -> None:
+    """Halves and whole numbers, many of them alike."""
     x = values["x"]
     if all(x.stride()):
         x.copy_((2 * x).round() / 2)
+
+
+def _tied(key: Key, values: dict[str, Any]) -> None:
+    """Values of which many are alike, and their extremes."""
+    rounded_to_halves(key, values)
     _consistent(key, values)
 
 

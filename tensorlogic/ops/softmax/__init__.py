@@ -16,18 +16,6 @@ from ...core.op import Gradient, Op
 from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
-# files for a device, in the order in which ties are broken
-CANDIDATES = {
-    "cuda": (
-        "triton",
-        "triton_strided",
-        "triton_strided_split",
-        "triton_smem",
-        "triton_ragged",
-        "triton_split",
-    )
-}
-
 
 def _softmax(x: Tensor, dim: int, save: bool) -> tuple[Tensor, ...]:
     """exp(x - max) / sum(exp(x - max)) over dim."""

@@ -19,7 +19,7 @@ from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "triton_after_gemm", "triton_hopper")}
+CANDIDATES = {"cuda": ("triton", "triton_hopper")}
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 

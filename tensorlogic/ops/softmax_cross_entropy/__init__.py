@@ -17,7 +17,7 @@ from ...dispatch import dispatcher
 from ..common import costs, sample_inputs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "triton_prefetch", "triton_joint")}
+CANDIDATES = {"cuda": ("triton", "triton_joint")}
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -93,7 +93,7 @@ def _backward(
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> tuple[Any, ...]:
-    if len(saved) > 4:  # the gradient was prepared by forward: see together.py
+    if len(saved) > 4:  # the gradient was prepared by forward: see triton_joint.py
         if dispatcher.ordinary(dy):
             return (flags.settle(dy, *saved), None)
         logits, target, lse, share = saved[:4]

@@ -54,7 +54,7 @@ def _op(
         scalars: tuple[Any, ...],
         dy: Tensor,
     ) -> tuple[Any, ...]:
-        # forward has marked where its output is above 0: see together.py
+        # forward has marked where its output is above 0: see joint_backward.py
         if len(saved) > 4:
             if dispatcher.ordinary(dy):
                 dz = flags.settle(dy, saved[4])

@@ -58,8 +58,7 @@ class Rows:
 
 def describe_rows(key: Key) -> Rows | str:
     """At most two leading dimensions; how q and k lie is the product's concern."""
-    q, k, mask = (key.spec(name) for name in ("q", "k", "mask"))
-    assert q is not None and k is not None
+    q, k, mask = key.present("q"), key.present("k"), key.spec("mask")
     reason = register.one_dtype(key, "q", "k")
     if reason is not None:
         return reason
@@ -96,8 +95,7 @@ def build_rows(x: Rows, config: Config, device: torch.device) -> Launcher:
 
 def describe_backward(key: Key) -> Rows | str:
     """Contiguous scores of q and k with equal leading dimensions, whose mask needs no gradient."""
-    q, k, dy, y = (key.spec(name) for name in ("q", "k", "dy", "y"))
-    assert q is not None and k is not None and dy is not None and y is not None
+    q, k, dy, y = map(key.present, ("q", "k", "dy", "y"))
     if key.flag("needs")[2] == "1":
         return "the mask needs a gradient"
     if q.shape[:-2] != k.shape[:-2]:

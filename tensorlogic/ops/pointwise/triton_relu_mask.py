@@ -22,8 +22,7 @@ from .joint_backward import TOGETHER, both
 
 def describe(key: Key) -> TensorSpec | str:
     """What all operands look like."""
-    dy, a, b = key.tensors
-    assert dy is not None
+    dy, a, b = key.present("dy"), key.spec("a"), key.spec("b")
     if any(t is not None and (t.shape, t.stride) != (dy.shape, dy.stride) for t in (a, b)):
         return "an operand lies otherwise"
     if 0 in dy.shape or not common_layouts.dense((dy.shape, dy.stride)):

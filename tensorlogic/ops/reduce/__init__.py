@@ -14,7 +14,7 @@ from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ...core.op import Gradient, Op
+from ...core.op import Args, Gradient, Kept, Needs, Op
 from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, documented, tensor_checks
 
@@ -125,19 +125,13 @@ def _op(
             return lambda x: own(x, first, True)
         return lambda x: own(x, first)
 
-    def save(
-        flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[saved_tensors.Kept, ...]:
+    def save(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
         # where forward has kept the places of the extremes, these: see joint_backward.py
         return (dynamic[0], *outs) if extreme else (saved_tensors.Look(dynamic[0]),)
 
     def backward(
-        flags: SimpleNamespace,
-        needs: tuple[bool, ...],
-        saved: tuple[Any, ...],
-        scalars: tuple[Any, ...],
-        dy: Tensor,
-    ) -> tuple[Any, ...]:
+        flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor
+    ) -> Args:
         if extreme and len(saved) > 2 and dispatcher.ordinary(dy):
             return (flags.settle(dy.contiguous(), *saved),)
         if extreme:
@@ -163,8 +157,7 @@ def _op(
 
 
 def _traffic(key: Key) -> float:
-    x = key.spec("x")
-    assert x is not None
+    x = key.present("x")
     left = prod(n for d, n in enumerate(x.shape) if d not in key.flag("dim"))
     return costs.inputs(key) + left * DTYPES[x.dtype].itemsize
 

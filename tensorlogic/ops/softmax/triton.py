@@ -60,9 +60,7 @@ def _rows_launcher(
 
 def describe_rows(key: Key) -> Rows | str:
     """Contiguous rows of one dtype."""
-    first = key.tensors[0]
-    assert first is not None
-    reason = register.one_dtype(key)
+    first, reason = key.present(key.names[0]), register.one_dtype(key)
     if reason is not None:
         return reason
     found = register.rows_of(first)
@@ -89,8 +87,7 @@ def build_rows(s: Rows, config: Config, device: torch.device, backward: bool) ->
 
 def _lines(key: Key) -> Strided | str:
     """Lines of one dtype, rows that lie together among them."""
-    first, reason = key.tensors[0], register.one_dtype(key)
-    assert first is not None
+    first, reason = key.present(key.names[0]), register.one_dtype(key)
     if reason is not None or not first.shape or 0 in first.shape:
         return reason or "empty or zero-dimensional"
     shape, given = first.shape, [t.stride for t in key.tensors if t is not None]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core import argument_checks, saved_tensors
+from ...core import argument_checks
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
-from ...core.op import Gradient, Op
+from ...core.op import Args, Gradient, Kept, Needs, Op
 from ...dispatch import dispatcher
 from ..common import costs, sample_inputs, tensor_checks
 
@@ -80,19 +80,11 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
     return (*dynamic, *outs[1:])
 
 
-def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+def _backward(flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor) -> Args:
     if len(saved) > 4:  # the gradient was prepared by forward: see triton_joint.py
         if dispatcher.ordinary(dy):
             return (flags.settle(dy, *saved), None)
@@ -116,8 +108,7 @@ def _cases() -> Any:
 def _sample(
     key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator
 ) -> Tensor | None:
-    logits = key.spec("logits")
-    assert logits is not None
+    logits = key.present("logits")
     if name == "target" and 0 not in spec.shape and all(spec.stride):
         target = torch.randint(0, logits.shape[-1], spec.shape, device=g.device, generator=g)
         return target.to(device).as_strided(spec.shape, spec.stride)

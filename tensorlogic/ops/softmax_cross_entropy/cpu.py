@@ -27,8 +27,7 @@ def supports(key: Key) -> str | None:
 def guess(key: Key) -> float:
     """Eager writes the log-probabilities of every class to memory and reads them again."""
     size, call = cpu_register.size_of(key, "logits"), cpu_register.call_us(key)
-    logits = key.spec("logits")
-    assert logits is not None
+    logits = key.present("logits")
     classes = logits.shape[-1]
     rows = size // classes
     row = 0.012 if classes >= 16 else 0.02 + 0.006 * classes

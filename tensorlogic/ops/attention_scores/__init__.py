@@ -65,15 +65,8 @@ def unseen_zeroed(ds: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def attention_scores_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    y: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    is_causal: bool,
-    needs: str,
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale: float, mask: Tensor | None, is_causal: bool, needs: str
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dy [..., S, T] -> dq, dk and the gradient of an additive mask, each summed to its operand's shape."""
     ds = torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
     ds = unseen_zeroed(ds, mask, is_causal)

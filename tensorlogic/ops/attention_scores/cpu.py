@@ -94,13 +94,8 @@ def build_backward(key: Key) -> Launcher:
 
 
 cpu_register.add(
-    ATTENTION_SCORES_BACKWARD,
-    "cpu.products",
-    build_backward,
-    supports_backward,
-    guess_backward,
-    __name__,
-)
+    ATTENTION_SCORES_BACKWARD, "cpu.products", build_backward, supports_backward, guess_backward, __name__
+)  # fmt: skip
 cpu_register.add(
     ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__, cpu_register.PRODUCTS
 )

@@ -56,12 +56,5 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-register.described(
-    ATTENTION_SCORES,
-    "triton.direct",
-    describe,
-    configs,
-    build,
-    (hopper_register_store, shapes, sys.modules[__name__]),
-    available,
-)
+_SOURCES = (hopper_register_store, shapes, sys.modules[__name__])
+register.described(ATTENTION_SCORES, "triton.direct", describe, configs, build, _SOURCES, available)

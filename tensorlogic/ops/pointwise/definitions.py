@@ -114,14 +114,8 @@ def _sum_to(g: Tensor | None, operand: Tensor | None) -> Tensor | None:
 
 
 def pointwise_backward(
-    dy: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    c: Tensor | None,
-    y: Tensor | None,
-    kind: str,
-    needs: str,
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, y: Tensor | None, kind: str, needs: str
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dy -> da, db, dc, each summed to its operand's shape (an absent operand has dy's); y is the output where a ReLU ends the op."""
     if kind == "sub":  # a sum is changed in sign, not what is summed
         db = _sum_to(dy, b) if needs[1] == "1" else None

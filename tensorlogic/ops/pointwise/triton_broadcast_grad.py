@@ -168,17 +168,5 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-register.described(
-    POINTWISE_BACKWARD,
-    "triton.shared",
-    describe,
-    configs,
-    build,
-    (
-        broadcast_grad,
-        column_passes,
-        elementwise,
-        device_math,
-        sys.modules[__name__],
-    ),
-)
+_SOURCES = (broadcast_grad, column_passes, elementwise, device_math, sys.modules[__name__])
+register.described(POINTWISE_BACKWARD, "triton.shared", describe, configs, build, _SOURCES)

@@ -28,7 +28,8 @@ from . import SOFTMAX, SOFTMAX_BACKWARD
 Rows = tuple[int, int, str, tuple[int, ...], int]  # rows, columns, dtype, shape, alignment
 # how all tensors lie, dtype, shape, alignment
 Strided = tuple[Lines, str, tuple[int, ...], int]
-TILES = 19  # of a row in shared memory at most: kernels of more have no registers left
+# tiles of a row in shared memory at most: kernels of more have no registers left
+TILES = 19
 
 
 def _launcher(

@@ -23,25 +23,16 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def _softmax_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    save: bool,
-) -> tuple[Tensor, ...]:
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str, save: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
     """-log softmax(logits [..., C])[target [...]], smoothed and reduced; with save also what backward needs, in float32:
     the rows' log-sum-exp [rows] (0 where ignored), and [1] the weight of a row in the reduction."""
     rows, labels = logits, target
     if logits.dim() != 2:
         rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = F.cross_entropy(
-        rows,
-        labels,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-    )
+        rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )  # fmt: skip
     loss = loss.view(target.shape) if reduction == "none" and logits.dim() != 2 else loss
     if not save:
         return (loss,)
@@ -52,15 +43,9 @@ def _softmax_cross_entropy(
 
 
 def softmax_cross_entropy_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    share: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> tuple[Tensor, ...]:
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, share: Tensor,
+    ignore_index: int, label_smoothing: float, reduction: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """dlogits = (softmax(logits) - smoothed one-hot) · dloss per row, 0 where ignored."""
     wide = _wide(logits)
     rows, labels = logits.reshape(-1, logits.shape[-1]).to(wide), target.reshape(-1)

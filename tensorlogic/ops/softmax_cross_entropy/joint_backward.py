@@ -16,13 +16,8 @@ from . import some_ignored
 
 
 def softmax_cross_entropy_together(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> tuple[Tensor, ...]:
+    dloss: Tensor, logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The loss, and its gradient with respect to logits for the incoming gradient dloss."""
     flags = (ignore_index, label_smoothing, reduction)
     loss, *kept = FORWARD.reference(logits, target, *flags, True)
@@ -30,13 +25,8 @@ def softmax_cross_entropy_together(
 
 
 def _eager(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> tuple[Tensor, ...]:
+    dloss: Tensor, logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> tuple[Tensor, ...]:  # fmt: skip
     """PyTorch's own loss and the gradient that its autograd makes."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()

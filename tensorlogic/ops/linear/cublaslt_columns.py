@@ -13,7 +13,7 @@ import torch
 
 from ...core.key import Key
 from ...kernels import register
-from ...kernels.elementwise import epilogue_pass
+from ...kernels.elementwise import column_passes, epilogue_pass
 from ...kernels.gemm import bind
 from ...kernels.gemm.bind import Kernel, Plan, Product, Start
 from ...kernels.triton_runtime import device_math
@@ -65,5 +65,5 @@ bind.candidate(
     LINEAR,
     "cublaslt.columns",
     describe,
-    (epilogue_pass, device_math, triton, sys.modules[__name__]),
+    (epilogue_pass, column_passes, device_math, triton, sys.modules[__name__]),
 )

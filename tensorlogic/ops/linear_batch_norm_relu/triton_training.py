@@ -36,7 +36,7 @@ def _kernel(
     dtypes = {SPREAD.get(name, name): dtype for name, dtype in named.items()}
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return norm_batch_norm.launcher(kernel, m, n, dtypes, config, device, align, tuple(numbers))
+        return column_passes.launcher(kernel, m, n, dtypes, config, device, align, tuple(numbers))
 
     given = tuple(name for name, dtype in named.items() if dtype is not None)
     outs = {name: (name, shape, named[name] or "") for name, shape in made.items()}

@@ -21,9 +21,6 @@ from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 from . import reference
 
-# files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "cublaslt", "cublaslt_columns")}
-
 
 def _kept(
     flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs

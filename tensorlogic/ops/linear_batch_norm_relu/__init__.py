@@ -18,9 +18,6 @@ from ...kernels.cpu import onednn
 from ...kernels.register import rows
 from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
-# files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "cublaslt", "triton_training")}
-
 HALVES = (torch.float16, torch.bfloat16)
 
 

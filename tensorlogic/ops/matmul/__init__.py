@@ -22,8 +22,6 @@ from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ..common import canonical_keys, costs, sample_inputs, tensor_checks
 
-# files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "cublaslt", "cublaslt_backward")}
 
 
 def matmul_reference(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:

@@ -215,7 +215,7 @@ def _kernel(config: Config) -> Any:
 
 def launcher(op: Op, plan: Plan, config: Config, device: torch.device) -> Launcher:
     """Allocate the outputs and workspaces, start the kernels, return the outputs: one generated frame."""
-    configs = config["products"]
+    configs = config["products"]  # one of each launch
     if len(configs) != len(plan.products):
         raise CompileFailure(f"{len(configs)} configurations for {len(plan.products)} launches")
     scope: dict[str, Any] = {
@@ -225,9 +225,9 @@ def launcher(op: Op, plan: Plan, config: Config, device: torch.device) -> Launch
         "f32": torch.float32,
     }
     body = []
-    for i, (step, config) in enumerate(zip(plan.products, configs, strict=True)):
-        scope[f"start{i}"] = step.start(config, device)
-        space, count = step.workspace(config)
+    for i, (step, chosen) in enumerate(zip(plan.products, configs, strict=True)):
+        scope[f"start{i}"] = step.start(chosen, device)
+        space, count = step.workspace(chosen)
         for name, shape, dtype in step.made.values():
             scope |= {
                 f"{name}_shape": shape,
@@ -239,7 +239,7 @@ def launcher(op: Op, plan: Plan, config: Config, device: torch.device) -> Launch
             body.append(f"space = empty(({space},), (1,), f32)")
         if count:
             body.append(f"counter = counters(device, {count})")
-        body += [f"if not start{i}({', '.join(step.arguments(config))}):", "    return None"]
+        body += [f"if not start{i}({', '.join(step.arguments(chosen))}):", "    return None"]
     body.append(f"return ({', '.join(plan.returns)},)")
     source = f"def launch({', '.join(p.name for p in op.dynamic)}):\n" + "".join(
         f"    {line}\n" for line in body

@@ -109,7 +109,7 @@ def tiled_gradients(
     m, (n, k), db = prod(dy.shape[:-1]), weight.shape, "db"
     steps = list[Product | Kernel]()
     if needs[0] == "1":
-        added = {"residual": other} if outer["outer"] == "gradient" else {}
+        added: Any = {"residual": other} if outer["outer"] == "gradient" else {}
         dx = input_gradient("triton", "dy", rows, weight, m, x.shape, **outer, **added)
         steps.append(replace(dx, given={**dx.given, **given}))
     if needs[1] == "1":

@@ -14,9 +14,8 @@ from .. import register
 from . import bind, cublaslt, gemv, layer_plans, padded, spec, tiled
 from .bind import Plan, Product
 
-Describe = Callable[
-    ..., Plan | str
-]  # (key, engine="triton") -> its launches, or why it is not served
+# (key, engine="triton") -> the launches of a key, or why it is not served
+Describe = Callable[..., Plan | str]
 
 
 def add(
@@ -42,7 +41,8 @@ def add(
     kernels = (tiled_kernel, device_math, hopper, hopper_kernel)
     for id in ids:
         engine, _, strategy = id.partition(".")
-        library, plans = engine == "cublaslt", partial(describe, engine=engine)
+        library = engine == "cublaslt"
+        plans: Describe = partial(describe, engine=engine)
         texts = (*own, cublaslt) if library else (*own, *kernels)
         if strategy == "padded":
             plans, texts = padded.padded(plans), (*texts, *kernels, padded, padding_kernel)

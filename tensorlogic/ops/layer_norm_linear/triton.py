@@ -16,8 +16,9 @@ def describe(key: Key, engine: str = "triton") -> Plan | str:
     """One product, of any size, whose tiles read their rows twice: for mean and variance, then for the product."""
     given = {"gamma": "gamma", "beta": "beta", "eps": repr(key.flag("eps"))}
     gamma, beta = (dtype_of(key.spec(name)) for name in ("gamma", "beta"))
-    about = {"prologue": "layer_norm", "inline": True, "gamma": gamma, "beta": beta}
-    return layer_plans.layer(key, engine, given, **about)
+    return layer_plans.layer(
+        key, engine, given, prologue="layer_norm", inline=True, gamma=gamma, beta=beta
+    )
 
 
 def tiled(key: Key, engine: str) -> Plan | str:

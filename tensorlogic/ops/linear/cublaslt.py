@@ -88,6 +88,7 @@ def backward(key: Key, engine: str) -> Plan | str:
 
 
 _PADDED, _SOURCES = ("cublaslt.padded", "triton.padded"), (column_passes, elementwise, contiguous)
+gemm_register.add(LINEAR, describe, "cublaslt.epilogue", *_PADDED)
 gemm_register.add(LINEAR, columns, "cublaslt.columns", sources=(epilogue_pass, device_math))
 gemm_register.add(LINEAR, describe, "triton.one_row")
 gemm_register.add(

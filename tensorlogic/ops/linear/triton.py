@@ -78,7 +78,5 @@ def describe_backward(key: Key, engine: str = "triton") -> Plan | str:
     return layer_plans.small(key, found, "activation's gradient")
 
 
-gemm_register.add(
-    LINEAR, describe, "triton.tiled", "cublaslt.epilogue", "cublaslt.padded", "triton.padded"
-)
+gemm_register.add(LINEAR, describe, "triton.tiled")
 gemm_register.add(LINEAR_BACKWARD, describe_backward, "triton.tiled")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...core.key import Key
 from ...kernels.gemm import layer_plans
 from ...kernels.gemm import register as gemm_register
@@ -20,7 +22,7 @@ def describe(key: Key, engine: str = "triton") -> Plan | str:
         return "the batch's statistics are needed before the epilogue"
     given = {**STATISTICS, "scale": "gamma", "shift": "beta", "eps": repr(key.flag("eps"))}
     vectors = {"mean": mean, "var": var, "scale": gamma, "shift": beta}
-    about = {role: dtype_of(t) for role, t in vectors.items()}
+    about: dict[str, Any] = {role: dtype_of(t) for role, t in vectors.items()}
     z = x.dtype if key.flag("save") else None
     return layer_plans.layer(key, engine, given, activation="relu", z=z, early_z=True, **about)
 

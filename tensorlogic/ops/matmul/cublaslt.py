@@ -12,8 +12,8 @@ from ...kernels.gemm import layer_plans
 from ...kernels.gemm import register as gemm_register
 from ...kernels.gemm.bind import Kernel, Plan, Product
 from ...kernels.gemm.spec import GemmSpec, Operand
-from . import MATMUL_BACKWARD
-from .triton import operand, operands
+from . import MATMUL, MATMUL_BACKWARD
+from .triton import describe, operand, operands
 
 
 def _folded(dz: TensorSpec, a: TensorSpec, b: TensorSpec) -> tuple[int, int, list[Operand]] | str:
@@ -67,6 +67,7 @@ def backward(key: Key, engine: str = "triton") -> Plan | str:
     return layer_plans.asked(steps, ("da", "db"), needs)
 
 
+gemm_register.add(MATMUL, describe, "cublaslt.epilogue", "cublaslt.padded", "triton.one_row")
 gemm_register.add(
     MATMUL_BACKWARD, backward, "cublaslt.products", "triton.products", "cublaslt.padded", "triton.padded", sources=(elementwise,)
 )  # fmt: skip

@@ -76,6 +76,4 @@ def describe(key: Key, engine: str = "triton") -> Plan | str:
     return Plan((Product(spec, {"x": "a", "w": "b"}, made, engine),), tuple(made))
 
 
-gemm_register.add(
-    MATMUL, describe, "triton.tiled", "triton.padded", "cublaslt.epilogue", "cublaslt.padded", "triton.one_row"
-)  # fmt: skip
+gemm_register.add(MATMUL, describe, "triton.tiled", "triton.padded")

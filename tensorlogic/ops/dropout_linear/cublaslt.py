@@ -13,7 +13,7 @@ from ...kernels.gemm import layer_plans
 from ...kernels.gemm import register as gemm_register
 from ...kernels.gemm.bind import Kernel, Plan, Start
 from ...kernels.reduce import contiguous
-from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
+from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD, triton
 from .triton import returned
 
 
@@ -48,5 +48,9 @@ def backward(key: Key, engine: str) -> Plan | str:
 
 
 _IDS = ("triton.after_dropout", "triton.padded", "cublaslt.after_dropout", "cublaslt.padded")
-gemm_register.add(DROPOUT_LINEAR, after, *_IDS, sources=(dropout,))
-gemm_register.add(DROPOUT_LINEAR_BACKWARD, backward, *_IDS, sources=(dropout, contiguous))
+_SOURCES = (dropout, contiguous, triton)
+gemm_register.add(DROPOUT_LINEAR, after, *_IDS, sources=_SOURCES)
+gemm_register.add(
+    DROPOUT_LINEAR_BACKWARD, triton.tiled_backward, "triton.tiled", sources=(contiguous,)
+)
+gemm_register.add(DROPOUT_LINEAR_BACKWARD, backward, *_IDS, sources=_SOURCES)

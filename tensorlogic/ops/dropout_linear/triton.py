@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...core.key import Key
 from ...kernels.gemm import layer_plans
 from ...kernels.gemm import register as gemm_register
 from ...kernels.gemm.bind import Plan
-from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
+from . import DROPOUT_LINEAR
 
 # what a kernel that draws a mask is passed
 NUMBERS = {"seed": "state", "p": "p", "seed_value": "seed", "offset_value": "offset"}
@@ -14,8 +16,9 @@ NUMBERS = {"seed": "state", "p": "p", "seed_value": "seed", "offset_value": "off
 
 def returned(key: Key, found: Plan | str) -> Plan | str:
     """The plan with the mask's place among its outputs, which is empty."""
-    kept = key.flag("save") and isinstance(found, Plan)
-    return Plan(found.products, ("y", "None")) if kept else found  # type: ignore[union-attr]
+    if key.flag("save") and isinstance(found, Plan):
+        return replace(found, returns=("y", "None"))
+    return found
 
 
 def tiled(key: Key, engine: str) -> Plan | str:
@@ -35,4 +38,3 @@ def tiled_backward(key: Key, engine: str) -> Plan | str:
 
 
 gemm_register.add(DROPOUT_LINEAR, tiled, "triton.tiled")
-gemm_register.add(DROPOUT_LINEAR_BACKWARD, tiled_backward, "triton.tiled")

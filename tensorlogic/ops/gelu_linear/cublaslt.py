@@ -45,11 +45,14 @@ def backward(key: Key, engine: str) -> Plan | str:
     )
 
 
-_PADDED, _SOURCES = ("cublaslt.padded", "triton.padded"), (elementwise, contiguous)
+_PADDED, _SOURCES = ("cublaslt.padded", "triton.padded"), (elementwise, contiguous, triton)
 gemm_register.add(
     GELU_LINEAR, after, "cublaslt.after_gelu", "triton.after_gelu", *_PADDED, sources=_SOURCES
 )
 gemm_register.add(GELU_LINEAR, triton.tiled, "triton.one_row")
+gemm_register.add(
+    GELU_LINEAR_BACKWARD, triton.tiled_backward, "triton.tiled", sources=(contiguous,)
+)
 gemm_register.add(
     GELU_LINEAR_BACKWARD, backward, "cublaslt.products", "triton.products", *_PADDED, sources=_SOURCES
 )  # fmt: skip

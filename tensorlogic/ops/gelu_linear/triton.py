@@ -6,12 +6,13 @@ from ...core.key import Key
 from ...kernels.gemm import layer_plans
 from ...kernels.gemm import register as gemm_register
 from ...kernels.gemm.bind import Plan
-from . import GELU_LINEAR, GELU_LINEAR_BACKWARD
+from . import GELU_LINEAR
 
 FEW_ROWS = 16  # up to which there are few enough tiles at any size
 
 
 def kind_of(key: Key) -> str:
+    """The name of the key's GELU."""
     return "gelu_tanh" if key.flag("approximate") == "tanh" else "gelu"
 
 
@@ -33,4 +34,3 @@ def tiled_backward(key: Key, engine: str) -> Plan | str:
 
 
 gemm_register.add(GELU_LINEAR, tiled, "triton.tiled")
-gemm_register.add(GELU_LINEAR_BACKWARD, tiled_backward, "triton.tiled")

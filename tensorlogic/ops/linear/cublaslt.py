@@ -16,7 +16,7 @@ from ...kernels.gemm import register as gemm_register
 from ...kernels.gemm.bind import Kernel, Plan, Product, Start
 from ...kernels.reduce import contiguous
 from ...kernels.triton_runtime import device_math
-from . import LINEAR, LINEAR_BACKWARD
+from . import LINEAR, LINEAR_BACKWARD, triton
 from .triton import describe
 
 
@@ -89,7 +89,7 @@ def backward(key: Key, engine: str) -> Plan | str:
 
 _PADDED, _SOURCES = ("cublaslt.padded", "triton.padded"), (column_passes, elementwise, contiguous)
 gemm_register.add(LINEAR, describe, "cublaslt.epilogue", *_PADDED)
-gemm_register.add(LINEAR, columns, "cublaslt.columns", sources=(epilogue_pass, device_math))
+gemm_register.add(LINEAR, columns, "cublaslt.columns", sources=(epilogue_pass, device_math, triton))
 gemm_register.add(LINEAR, describe, "triton.one_row")
 gemm_register.add(
     LINEAR_BACKWARD, backward, "cublaslt.products", "triton.products", *_PADDED, sources=_SOURCES

@@ -16,7 +16,7 @@ from ...kernels.gemm.bind import Kernel, Plan, Product
 from ...kernels.gemm.layer_plans import dtype_of
 from ...kernels.gemm.spec import Operand
 from ...kernels.triton_runtime import device_math
-from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
+from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD, triton
 from .triton import STATISTICS
 
 
@@ -113,7 +113,7 @@ def with_products(key: Key, engine: str, passes: Sequence[Kernel], found: Operan
     return layer_plans.gradients_after(key, engine, passes, "dz", dz, found.x, names)
 
 
-_SOURCES = (column_passes, device_math)
+_SOURCES = (column_passes, device_math, triton)
 gemm_register.add(
     LINEAR_BATCH_NORM_RELU, columns, "cublaslt.columns", "cublaslt.padded", sources=_SOURCES
 )

@@ -12,7 +12,7 @@ from ...kernels.gemm import layer_plans
 from ...kernels.gemm import register as gemm_register
 from ...kernels.gemm.bind import Kernel, Plan, Product
 from ...kernels.gemm.spec import GemmSpec, Operand
-from . import MATMUL, MATMUL_BACKWARD
+from . import MATMUL, MATMUL_BACKWARD, triton
 from .triton import describe, operand, operands
 
 
@@ -69,5 +69,5 @@ def backward(key: Key, engine: str = "triton") -> Plan | str:
 
 gemm_register.add(MATMUL, describe, "cublaslt.epilogue", "cublaslt.padded", "triton.one_row")
 gemm_register.add(
-    MATMUL_BACKWARD, backward, "cublaslt.products", "triton.products", "cublaslt.padded", "triton.padded", sources=(elementwise,)
+    MATMUL_BACKWARD, backward, "cublaslt.products", "triton.products", "cublaslt.padded", "triton.padded", sources=(elementwise, triton)
 )  # fmt: skip

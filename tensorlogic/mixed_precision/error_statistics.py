@@ -35,34 +35,26 @@ UNITS = {
     "f64": 2.0**-52,
     "f32": 2.0**-23,
     "tf32x3": 2.0**-20,
-    "bf16x6": 2.0**-21,
     "f16x3": 2.0**-20,
     "bf16x3": 2.0**-15,
     "tf32": 2.0**-10,
     "f16": 2.0**-11,
     "bf16": 2.0**-8,
     "i16": 2.0**-10,
-    "int8x3": 2.0**-12,
-    "int8": 2.0**-6,
-    "fp8": 2.0**-4,
 }
-#: What it is there in fact (of int8 and i16, with the largest crest they take), and the bits of a significand that a form holds: data that happen to be exact in it have no error.
+#: What it is there in fact (of i16, with the largest crest it takes), and the bits of a significand that a form holds: data that happen to be exact in it have no error.
 TYPICAL = {
     "f64": 0.0,
     "f32": 4e-8,
     "tf32x3": 3e-7,
-    "bf16x6": 3e-7,
     "f16x3": 5e-7,
     "bf16x3": 4e-6,
     "tf32": 2.9e-4,
     "f16": 2.9e-4,
     "bf16": 2.3e-3,
     "i16": 2.8e-3,
-    "int8x3": 2.8e-4,
-    "int8": 2.3e-2,
-    "fp8": 3.75e-2,
 }
-SIGNIFICANDS = {"f64": 53, "f32": 24, "bf16x6": 24, "tf32x3": 21, "f16x3": 22, "bf16x3": 16, "tf32": 11, "f16": 11, "bf16": 8}  # fmt: skip
+SIGNIFICANDS = {"f64": 53, "f32": 24, "tf32x3": 21, "f16x3": 22, "bf16x3": 16, "tf32": 11, "f16": 11, "bf16": 8}  # fmt: skip
 DTYPE_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float64: 53, torch.complex128: 53, torch.complex32: 11}  # fmt: skip
 SMOOTH = {"gelu": "none", "gelu_tanh": "tanh"}
 

@@ -1,4 +1,4 @@
-"""Ways to compute a product on a CPU: our own kernels in float32, PyTorch's in float64, float32 and halves, int8 slices."""
+"""Ways to compute a product on a CPU: our own kernels in float32, PyTorch's in float64, float32 and halves."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from torch import Tensor
 from ..core.key import Key
 from ..kernels.cpu import cost_model
 from ..kernels.cpu import register as cpu_register
-from ..kernels.mixed_precision.data_statistics import CREST
 from ..native import cpu_library
 from . import error_statistics, number_formats
 from .number_formats import Way, single, wide
 
 BLOCK = 512  # rows and columns narrowed at a time
-STEPS = 127  # of an int8 slice, to either side
 # binary exponent of peaks beside which float32 still has smaller numbers
 LOWEST = -100
-# elements of a sum of int8 products that surely fit into 32 bits
-DEEPEST = 1 << 16
 
 
 def cpu(device: str) -> str | None:
@@ -189,66 +185,10 @@ def native_f16(a: Tensor, b: Tensor) -> Tensor:
     return kept(partial(in_parts, 2), a, b)
 
 
-def slices(t: Tensor, dim: int, count: int) -> tuple[list[Tensor], Tensor]:
-    """t as int8 slices, each 254 times finer, of rows scaled to their largest element; and the scale of each row."""
-    largest = t.abs().amax(dim, keepdim=True)
-    scale = torch.where(largest == 0, 1, largest / STEPS)
-    rest, found = t / scale, []
-    for i in range(count):
-        whole = rest.round()
-        found.append(whole.to(torch.int8))
-        if i + 1 < count:
-            rest = (rest - whole) * (2 * STEPS)
-    return found, scale
-
-
 def _moderate(scale: Tensor) -> bool:
     """Whether scales are finite and can be multiplied with each other and with sums."""
     low, high = torch.aminmax(scale)
     return bool((low > 2.0**-60) & (high < 2.0**60))
-
-
-def _even(t: Tensor, dim: int, count: int) -> bool:
-    """Whether no element along `dim` is so large that int8 steps of its size leave the others too few."""
-    low, high = torch.aminmax(t, dim=dim)
-    peak, norm = torch.maximum(-low, high), torch.linalg.vector_norm(t, dim=dim)
-    most = CREST["int8" if count == 1 else "int8x3"] / math.sqrt(t.shape[dim])
-    return bool((peak <= most * norm).all())
-
-
-def int8(count: int, a: Tensor, b: Tensor) -> Tensor:
-    """Exact products of int8 slices: of `count` slices each, those pairs whose orders add up to less than `count`."""
-    if a.dtype != torch.float64 and b.dtype != torch.float64:
-        a, b = single(a), single(b)
-    if not (_even(a, -1, count) and _even(b, -2, count)):
-        return number_formats.in_f64(a, b)
-    left, scale_a = slices(a, -1, count)
-    right, scale_b = slices(b, -2, count)
-    if not (_moderate(scale_a) and _moderate(scale_b)):
-        return number_formats.in_f64(a, b)
-    depth = a.shape[-1]
-    beside, below = torch.cat(left, -1), torch.cat(right[::-1], -2)
-    c: Tensor | None = None
-    for order in reversed(range(count)):  # the finest first
-        whole = torch._int_mm(
-            beside[:, : (order + 1) * depth], below[(count - 1 - order) * depth :]
-        )
-        part = whole.to(a.dtype)
-        c = part if c is None else part.add_(c, alpha=1 / (2 * STEPS))
-    assert c is not None
-    return c.mul_(scale_a).mul_(scale_b)
-
-
-def _int8_serves(count: int) -> Callable[[Key], str | None]:
-    def serves(key: Key) -> str | None:
-        deepest = max(n for t in key.tensors if t is not None for n in t.shape)
-        if deepest * count > DEEPEST:
-            return "sums of int8 products could leave 32 bits"
-        if any(t is not None and 0 in t.shape for t in key.tensors):
-            return "an operand is empty"
-        return None
-
-    return serves
 
 
 def _tiled(device: str) -> str | None:
@@ -271,23 +211,13 @@ def _f16_only(key: Key) -> str | None:
     return None if key.precision == "f16" else "cpu.bf16x3, or without tiles cpu.f32, is the same"
 
 
-def _speed(form: str) -> float:
-    """Multiply-adds a microsecond and thread."""
-    if tiles():
-        return {"bf16": 250e3, "int8": 500e3}[form]
-    return 120e3 if "vnni" in cost_model.features() else 25e3
-
-
-def _rate(
-    per_us: float | str, passes: float, call: float, share: float = 1.0
-) -> Callable[[int, int, int, str], float]:
+def _rate(per_us: float, passes: float, call: float) -> Callable[[int, int, int, str], float]:
     """Expected time from multiply-adds a microsecond and thread, passes over the operands, and a call's cost."""
 
     def us(m: int, n: int, k: int, dtype: str) -> float:
         work = m * n * k
-        speed = share * (_speed(per_us) if isinstance(per_us, str) else per_us)
         moved = (m * k + k * n + m * n) * passes * cost_model.PASS
-        return call + (work / speed + moved) / cost_model.threads(work)
+        return call + (work / per_us + moved) / cost_model.threads(work)
 
     return us
 
@@ -308,7 +238,7 @@ def _narrowing_us(m: int, n: int, k: int) -> float:
 
 def _torch_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
     if tiles():
-        return _rate("bf16", 2, 12)(m, n, k, dtype)
+        return _rate(250e3, 2, 12)(m, n, k, dtype)
     return cost_model.torch_us(m, n, k, "bf16", False) + _narrowing_us(m, n, k)
 
 
@@ -339,12 +269,4 @@ def found() -> list[Way]:
         Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, cpu_register.cpu_only, sources=library),
         Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
         Way("cpu.i16", "i16", native_i16, _i16_us, _steps, sources=library),
-        *(
-            Way(
-                name, name.split(".")[1], partial(int8, count),
-                _rate("int8", 5 * count, 60 * count, 2 / (count * (count + 1))),
-                cpu, _int8_serves(count), matrices=True,
-            )
-            for name, count in (("torch.int8", 1), ("torch.int8x3", 2))
-        ),
     ]  # fmt: skip

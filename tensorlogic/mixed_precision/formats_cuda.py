@@ -15,8 +15,6 @@ from ..kernels.mixed_precision import (
     f64_gemm,
     f64_gemm_kernel,
     line_max,
-    mixed_gemm,
-    mixed_gemm_kernel,
     scaled_f16,
     split_planes,
 )
@@ -25,7 +23,7 @@ from .cublaslt_sequence import Planes, Prepared, Run, Step
 from .number_formats import Way, in_f64, single
 
 #: Which planes of left meet which of right, the smallest products first.
-PLANES = {1: ((0,), (0,)), 3: ((1, 0, 0), (0, 1, 0)), 6: ((2, 0, 1, 1, 0, 0), (0, 2, 1, 0, 1, 0))}
+PLANES = {1: ((0,), (0,)), 3: ((1, 0, 0), (0, 1, 0))}
 #: Of the inner dimension: a longer one loses more than a split in three or six keeps.
 RUNS = {torch.float16: 384, torch.bfloat16: 512}
 EVEN = 64  # what runs but the last are a multiple of
@@ -119,21 +117,6 @@ def scaled(rank: int, a: Tensor, b: Tensor) -> Tensor:
     return scaled_f16.scaled_back(c, row_exponents, column_exponents, wide)
 
 
-def rounded(rank: int, a: Tensor, b: Tensor) -> Tensor:
-    """float16 of one float32 operand and one float16 one, the former rounded as it is multiplied; else as `scaled`."""
-    found = mixed_gemm.product(rank, a, b)
-    return scaled(0, a, b) if found is None else found
-
-
-def _mixed(key: Key) -> str | None:
-    """None, or why no operand can be rounded while it is multiplied."""
-    if {t.dtype for t in key.tensors if t is not None} != {"f16", "f32"}:
-        return "for operands in float16 and float32"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return "for Hopper's warpgroups"
-    return None
-
-
 def _halves(t: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows in float16, and the exponents by which they were scaled down: None for what is float16 already."""
     return (t, None) if t.dtype == torch.float16 else scaled_f16.halves(t)
@@ -171,7 +154,7 @@ def _operands(key: Key) -> list[TensorSpec]:
 def _in_registers(key: Key) -> str | None:
     """None, or why operands cannot be widened as they are multiplied, or need not be."""
     kinds = {t.dtype for t in _operands(key)}
-    if kinds == {"f64"} or not kinds <= set(mixed_gemm.SIZES):
+    if kinds == {"f64"} or not kinds <= set(f64_gemm.SIZES):
         return "for real operands that are to be widened"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return "for Hopper's bulk copies"
@@ -180,7 +163,7 @@ def _in_registers(key: Key) -> str | None:
 
 def _copying(key: Key, width: int) -> str | None:
     """None, or why converted copies of so many bytes an element are more than "f32" keeps where none is needed."""
-    narrow = [t for t in _operands(key) if mixed_gemm.SIZES.get(t.dtype, width) != width]
+    narrow = [t for t in _operands(key) if f64_gemm.SIZES.get(t.dtype, width) != width]
     copied = sum(width * prod(t.shape) for t in narrow)
     if key.precision != "f32" or copied <= COPIED or _in_registers(key) is not None:
         return None
@@ -208,7 +191,7 @@ def found() -> list[Way]:
         )  # fmt: skip
 
     bf16, f16, single = torch.bfloat16, torch.float16, torch.float32
-    six, f16x3, bf16x3 = _planes(bf16, 6, True), _planes(f16, 3, True), _planes(bf16, 3, False)
+    f16x3, bf16x3 = _planes(f16, 3, True), _planes(bf16, 3, False)
     one_f16, one_bf16 = _planes(f16, 1, False), _planes(bf16, 1, False)
 
     def direct(precision: str, *dtypes: torch.dtype) -> Any:
@@ -235,7 +218,7 @@ def found() -> list[Way]:
             matrices=True,
             ranked=f64_widened,
             ranks=f64_gemm.RANKS,
-            sources=(mixed_gemm, f64_gemm, f64_gemm_kernel),
+            sources=(f64_gemm, f64_gemm_kernel),
         ),
         way(
             "cublaslt.f32",
@@ -245,7 +228,6 @@ def found() -> list[Way]:
             serves=_narrowing,
             run=direct("ieee", single, f16, bf16),
         ),
-        way("cublaslt.bf16x6", "bf16x6", six, _us(48e6, 16, 25, RUNS[bf16]), run=six.run),
         way(
             "cublaslt.f16x3",
             "f16x3",
@@ -257,18 +239,6 @@ def found() -> list[Way]:
         way("cublaslt.bf16x3", "bf16x3", bf16x3, _us(110e6, 10, 25), run=bf16x3.run),
         way("cublaslt.tf32", "tf32", tf32, _us(190e6, 0), run=direct("tf32", single)),
         way("cublaslt.f16", "f16", scaled, _us(330e6, 10, 75)),
-        Way(
-            "triton.f16_rounded",
-            "f16",
-            partial(rounded, 0),
-            _us(270e6, 0),
-            _cuda,
-            serves=_mixed,
-            matrices=True,
-            ranked=rounded,
-            ranks=mixed_gemm.RANKS,
-            sources=(mixed_gemm, mixed_gemm_kernel),
-        ),
         way(
             "cublaslt.f16_unscaled",
             "f16",

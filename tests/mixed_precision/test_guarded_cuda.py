@@ -22,12 +22,10 @@ from tensorlogic.kernels.mixed_precision import data_statistics, guard_recompute
 from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.mixed_precision import error_statistics, formats_cuda, guarded_cuda, number_formats
 from tensorlogic.mixed_precision.product_sites import Place
-from tests.support.driver.standin import (
-    CPU,
-    Device,  # the fixture
-)
 
 from ..support.driver.cublaslt import Library
+from ..support.driver.standin import CPU, Device
+from ..support.driver.standin import device as device  # a fixture
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())

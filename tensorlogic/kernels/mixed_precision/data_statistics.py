@@ -26,11 +26,6 @@ FAINT = {
 DRIFT = 4.0
 
 
-#: Largest element of a row over its root mean square that a form of fixed steps takes, seen by all elements when it scales the row: no
-#: sketch of a row finds its one outlier, beside which the others would lose their digits.
-CREST = {"int8": 7.0, "int8x3": 7.0, "fp8": 1024.0}
-
-
 @dataclass(frozen=True)
 class Statistics:
     """What the error of a product follows: every row and column of operands and result, by a sketch of its elements.

@@ -15,13 +15,13 @@ from ..gemm.spec import Operand
 from ..triton_runtime.launch import TYPES, Start, prepare
 from ..triton_runtime.tma_descriptors import Tiled
 from . import f64_gemm_kernel, split_planes
-from .mixed_gemm import SIZES, line
 
 Shape = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps along either
 SHAPES: tuple[Shape, ...] = ((128, 128, 4, 2), (128, 64, 4, 2), (64, 64, 2, 2), (16, 32, 1, 4))
 RANKS = 2  # of them that are worth timing
 RING = 192 * 1024  # bytes of tiles on their way to a multiprocessor
 FEW = 32  # columns, of which there are better more than rows
+SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,20 @@ def configs(m: int, n: int, sm_count: int) -> list[Shape]:
 def _resident(shape: Shape) -> int:
     """Programs that share a multiprocessor."""
     return 8 // (shape[2] * shape[3])
+
+
+def line(o: Operand, rows: int, columns: int) -> int | None:
+    """Elements from one line that lies together to the next; None where bulk copies cannot read the matrix."""
+    unit = 16 // SIZES[o.dtype]
+    if o.columns == 1:
+        count, length, step = rows, columns, o.rows
+    elif o.rows == 1:
+        count, length, step = columns, rows, o.columns
+    else:
+        return None
+    if count == 1:
+        step = max(step, math.ceil(length / unit) * unit)
+    return step if step >= length and step % unit == 0 else None
 
 
 def described(
@@ -111,4 +125,4 @@ def product(rank: int, a: Tensor, b: Tensor) -> Tensor | None:
     return y if start is not None and start(x, w, out) else None
 
 
-__all__ = ["RANKS", "configs", "described", "product"]
+__all__ = ["RANKS", "SIZES", "configs", "described", "line", "product"]

@@ -25,7 +25,7 @@ from ...support.compiled import resources  # isort: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("count", [1, 3, 6])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("turned", [False, True])
 def test_planes_add_up_to_the_product(count: int, turned: bool) -> None:
     a, b = torch.randn(37, 70, device=DEVICE), torch.randn(70, 45, device=DEVICE)
@@ -38,7 +38,7 @@ def test_planes_add_up_to_the_product(count: int, turned: bool) -> None:
     assert w.shape == (count * 70, 45)
     want = a.double() @ b.double()
     error = ((x.double() @ w.double() - want).norm() / want.norm()).item()
-    assert error < {1: 1e-3, 3: 2e-6, 6: 1e-7}[count]
+    assert error < {1: 1e-3, 3: 2e-6}[count]
     assert not split_planes.noted(DEVICE)
 
 
@@ -228,7 +228,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         ("f64", (1, n, 1, n)),
     ):
         real = "f64" if kind == "f64" else "f32"
-        line_max._peaks.__wrapped__(kind, real, False, (n, n), laid, 16, place)
+        line_max._peaks.__wrapped__(kind, real, (n, n), laid, 16, place)
         scaled_f16._halve.__wrapped__(kind, (n, n), laid, 2, 16, place)
         scaled_f16._whole.__wrapped__(kind, (n, 1024), laid, 16, place)
         scaled_f16._strips.__wrapped__(kind, (n, n), laid, 16, place)

@@ -50,7 +50,8 @@ def library(device: Device, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(gemm_cublaslt, "_workspace", lambda index, queue, size: torch.empty(size, dtype=torch.uint8))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    for product in formats_cuda._DIRECT.values():
+    made = (*formats_cuda._DIRECT.values(), *formats_cuda._ONE.values(), formats_cuda._F16X3)
+    for product in made:
         monkeypatch.setattr(product, "runs", {})
     for way in formats_cuda.found():  # as a GPU's first use does
         monkeypatch.setitem(number_formats.WAYS, way.id, way)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ...core.dtypes import NAMES
+from ...core.key import SIZES
+from ..gemm.hopper import line
 from ..gemm.spec import Operand
-from ..triton_runtime.launch import TYPES, Start, prepare
+from ..triton_runtime.launch import Start, prepare
 from ..triton_runtime.tma_descriptors import Tiled
 from . import f64_gemm_kernel, split_planes
 
@@ -21,20 +22,6 @@ SHAPES: tuple[Shape, ...] = ((128, 128, 4, 2), (128, 64, 4, 2), (64, 64, 2, 2), 
 RANKS = 2  # of them that are worth timing
 RING = 192 * 1024  # bytes of tiles on their way to a multiprocessor
 FEW = 32  # columns, of which there are better more than rows
-SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of an element
-
-
-@dataclass(frozen=True)
-class AnyTiled(Tiled):
-    """A matrix of any floating dtype."""
-
-    @property
-    def type(self) -> str:
-        from triton.experimental.gluon import language as gl
-
-        kinds = {"f16": gl.float16, "bf16": gl.bfloat16, "f32": gl.float32, "f64": gl.float64}
-        layout = gl.NVMMASharedLayout.get_default_for(list(self.tile), kinds[self.dtype])
-        return f"tensordesc<{TYPES[self.dtype]}{list(self.tile)},{layout!r}>"
 
 
 def configs(m: int, n: int, sm_count: int) -> list[Shape]:
@@ -54,27 +41,13 @@ def _resident(shape: Shape) -> int:
     return 8 // (shape[2] * shape[3])
 
 
-def line(o: Operand, rows: int, columns: int) -> int | None:
-    """Elements from one line that lies together to the next; None where bulk copies cannot read the matrix."""
-    unit = 16 // SIZES[o.dtype]
-    if o.columns == 1:
-        count, length, step = rows, columns, o.rows
-    elif o.rows == 1:
-        count, length, step = columns, rows, o.columns
-    else:
-        return None
-    if count == 1:
-        step = max(step, math.ceil(length / unit) * unit)
-    return step if step >= length and step % unit == 0 else None
-
-
 def described(
     sizes: tuple[int, int, int], x: Operand, w: Operand, y: Operand, shape: Shape, sm_count: int
 ) -> dict[str, Any] | None:  # fmt: skip
     """What `prepare` and `compile_job` want to know of x [M, K], w [K, N] and y [M, N] as they lie; None where it cannot be."""
     (m, n, k), (block_m, block_n, warps_m, warps_n) = sizes, shape
     across, down = x.columns == 1, w.columns != 1
-    x_line, w_line = line(x, m, k), line(w, k, n)
+    x_line, w_line = (line(o, *shape, 16 // SIZES[o.dtype]) for o, *shape in ((x, m, k), (w, k, n)))
     if x_line is None or w_line is None:
         return None
     block_k = 64 if max(SIZES[x.dtype], SIZES[w.dtype]) <= 4 else 32
@@ -84,8 +57,8 @@ def described(
     return {
         "grid": (min(tiles, sm_count * resident), 1, 1),
         "tiled": {
-            "x_desc": AnyTiled(x.dtype, (m, k) if across else (k, m), x_line, (block_m, block_k) if across else (block_k, block_m)),
-            "w_desc": AnyTiled(w.dtype, (n, k) if down else (k, n), w_line, (block_n, block_k) if down else (block_k, block_n)),
+            "x_desc": Tiled(x.dtype, (m, k) if across else (k, m), x_line, (block_m, block_k) if across else (block_k, block_m)),
+            "w_desc": Tiled(w.dtype, (n, k) if down else (k, n), w_line, (block_n, block_k) if down else (block_k, block_n)),
         },
         "pointers": {"y_ptr": y.dtype},
         "integers": {"M": m, "N": n, "K": k, "y_row": y.rows, "y_column": y.columns},
@@ -123,6 +96,3 @@ def product(rank: int, a: Tensor, b: Tensor) -> Tensor | None:
     lies = [Operand(NAMES[t.dtype], t.stride(0), t.stride(1)) for t in (x, w, out)]
     start = _start((x.shape[0], w.shape[1], x.shape[1]), *lies, rank, a.device)
     return y if start is not None and start(x, w, out) else None
-
-
-__all__ = ["RANKS", "SIZES", "configs", "described", "line", "product"]

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core import dtypes
+from ...core.key import SIZES
 from ...system.compile_pool import CompileFailure
 from .. import register
 from ..triton_runtime import launch_plan
@@ -28,8 +29,6 @@ from .data_statistics import DRIFT, FLOOR, SKETCH, Statistics
 
 LOG = logging.getLogger("tensorlogic")
 BLOCK_M, BLOCK_N = 32, 32
-# bytes of an element, to which its memory is aligned
-SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 # of a program: what it nearly always does is to sum up a table, for which several would wait for
 # each other
 WARPS = 1

@@ -235,7 +235,8 @@ class Planes:
         ends = [_ends(laid[i][0], laid[i][2]) if i in written else t.stride() for i, t in enumerate(given)]  # fmt: skip
         kept = [t for i, t in enumerate(given) if i not in written]
         align = split_planes.aligned(*kept) if kept else ALIGN
-        return Made(make, turned, (*ends[0], *ends[1]), align)
+        (a_row, a_column), (b_row, b_column) = ends
+        return Made(make, turned, (a_row, a_column, b_row, b_column), align)
 
 
 def _ends(turned: bool, shape: tuple[int, int]) -> tuple[int, int]:

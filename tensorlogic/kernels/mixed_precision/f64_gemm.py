@@ -47,7 +47,8 @@ def described(
     """What `prepare` and `compile_job` want to know of x [M, K], w [K, N] and y [M, N] as they lie; None where it cannot be."""
     (m, n, k), (block_m, block_n, warps_m, warps_n) = sizes, shape
     across, down = x.columns == 1, w.columns != 1
-    x_line, w_line = (line(o, *shape, 16 // SIZES[o.dtype]) for o, *shape in ((x, m, k), (w, k, n)))
+    x_line = line(x, m, k, 16 // SIZES[x.dtype])
+    w_line = line(w, k, n, 16 // SIZES[w.dtype])
     if x_line is None or w_line is None:
         return None
     block_k = 64 if max(SIZES[x.dtype], SIZES[w.dtype]) <= 4 else 32

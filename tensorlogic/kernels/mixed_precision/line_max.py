@@ -66,8 +66,8 @@ def _peaks(
     parts = ceil(along / (runs * columns))
     start = prepare(
         line_peaks, grid=(ceil(lines / rows) * parts, 1, 1), pointers={"x_ptr": kind, "peak_ptr": real, "y_ptr": "f16"},
-        integers={"R": lines, "C": along, **dict(zip(STRIDES, strides, strict=True))}, floats=(),
-        constexprs={"BLOCK_R": rows, "BLOCK_C": columns, "RUNS": runs}, num_warps=8, num_stages=1, device=device, align=align,
+        integers={"R": lines, "C": along, **dict(zip(STRIDES, strides, strict=True))},
+        constexprs={"BLOCK_R": rows, "BLOCK_C": columns, "RUNS": runs}, num_warps=8, device=device, align=align,
     )  # fmt: skip
     return start, parts
 

@@ -208,10 +208,10 @@ def _start(
     if parts is not None:
         pointers["peak_ptr"], integers["PARTS"] = "f64" if wide else "f32", parts
     return prepare(
-        kernel, grid=(grid, 1, 1), pointers=pointers, floats=(),
+        kernel, grid=(grid, 1, 1), pointers=pointers,
         integers=integers | dict(zip(line_max.STRIDES, strides, strict=True)),
         constexprs={"WIDE": wide, "BLOCK_R": block[0], "BLOCK_C": block[1]},
-        num_warps=warps, num_stages=1, device=device, align=align,
+        num_warps=warps, device=device, align=align,
     )  # fmt: skip
 
 
@@ -279,8 +279,8 @@ def _back(
     tiles = triton.cdiv(rows, BLOCK_M[wide]) * triton.cdiv(columns, BLOCK_N)
     return prepare(
         scale_back, grid=(tiles if wide else min(tiles, LOOKING), 1, 1),
-        pointers={"c_ptr": "f32", "y_ptr": "f64" if wide else "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns}, floats=(),
-        constexprs={"WIDE": wide, "BLOCK_M": BLOCK_M[wide], "BLOCK_N": BLOCK_N, "BLOCK": 4096}, num_warps=8, num_stages=1, device=device, align=4,
+        pointers={"c_ptr": "f32", "y_ptr": "f64" if wide else "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns},
+        constexprs={"WIDE": wide, "BLOCK_M": BLOCK_M[wide], "BLOCK_N": BLOCK_N, "BLOCK": 4096}, num_warps=8, device=device, align=4,
     )  # fmt: skip
 
 

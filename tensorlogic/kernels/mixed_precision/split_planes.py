@@ -221,9 +221,9 @@ def _split(
         constexprs.setdefault(missing, 0)
     order = ("COUNT", "A_PATTERN", "B_PATTERN", "A_DOWN", "B_DOWN")
     return prepare(
-        split_planes, grid=(grid, 1, 1), pointers={**pointers, "flag_ptr": "i32"}, integers=integers, floats=(),
+        split_planes, grid=(grid, 1, 1), pointers={**pointers, "flag_ptr": "i32"}, integers=integers,
         constexprs={**{k: constexprs[k] for k in order}, "LIFT": lift, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C},
-        num_warps=4, num_stages=1, device=device, align=min(align, 4),
+        num_warps=4, device=device, align=min(align, 4),
     )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def _look(
             "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)),
             "STEP_M": step(m), "STEP_N": step(n), "STEP_K": step(k),
         },
-        floats=(), constexprs={"BLOCK": lines(m, n), "SKETCH": SKETCH, "RUN": RUN}, num_warps=4, num_stages=1,
+        constexprs={"BLOCK": lines(m, n), "SKETCH": SKETCH, "RUN": RUN}, num_warps=4,
         device=device, align=align,
     )  # fmt: skip
 

@@ -18,7 +18,8 @@ from ..support.provider_fakes import (
     CPU,
     LABELS,
     half,
-    key,  # the fixture
+    key,
+    nothing_stays,  # noqa: F401  # the fixture
 )
 from ..support.provider_fakes import nothing_stays as nothing_stays  # a fixture
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from ..system.package import FOLDER
+from ..system.package import FOLDER, installed
 
 if TYPE_CHECKING:
     from ..system.settings import Variable
@@ -77,7 +77,7 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def _package() -> Iterator[Finding]:
-    version, where = _version(DISTRIBUTION), os.path.abspath(FOLDER)
+    version, where = installed(DISTRIBUTION), os.path.abspath(FOLDER)
     missing = None if version else f"running from {where}, not installed"
     remedy = "`pip install .` gives the command `tensorlogic` everywhere"
     yield check("TensorLogic", missing, f"{version} at {where}", remedy, "note")
@@ -98,11 +98,11 @@ def _package() -> Iterator[Finding]:
 
 def _installed() -> Path:
     """The package's folder as it was installed: the source folder where that is editable."""
-    installed = importlib.metadata.distribution(DISTRIBUTION)
-    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    known = importlib.metadata.distribution(DISTRIBUTION)
+    origin = json.loads(known.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return Path(url2pathname(urlparse(origin["url"]).path)) / "tensorlogic"
-    return Path(str(installed.locate_file("tensorlogic")))
+    return Path(str(known.locate_file("tensorlogic")))
 
 
 def _left_over() -> list[Path]:
@@ -114,7 +114,7 @@ def _left_over() -> list[Path]:
 
 
 def _torch() -> Iterator[Finding]:
-    version = _version("torch")
+    version = installed("torch")
     if version is None or importlib.util.find_spec("torch") is None:
         yield Finding("broken", "PyTorch", "not installed", "nothing runs: `pip install torch`")
         return
@@ -172,7 +172,7 @@ def _triton() -> Iterator[Finding]:
 
     from ..system.hardware import triton_missing
 
-    gpu, version, wanted = torch.cuda.is_available(), _version("triton"), _wanted_triton()
+    gpu, version, wanted = torch.cuda.is_available(), installed("triton"), _wanted_triton()
     other = bool(wanted and version) and f"=={version}" not in str(wanted)
     if reason := triton_missing():
         cost = NO_KERNEL if gpu else "no cost without an NVIDIA or AMD GPU"
@@ -185,11 +185,9 @@ def _triton() -> Iterator[Finding]:
 
 def _wanted_triton() -> str | None:
     """The requirement that PyTorch states, if any ("==3.7.1")."""
-    for line in importlib.metadata.requires("torch") or ():
-        name = line.partition(";")[0]
-        if name.strip().startswith("triton"):
-            return name.strip().removeprefix("triton").strip(" ()")
-    return None
+    lines = [line.partition(";")[0].strip() for line in importlib.metadata.requires("torch") or ()]
+    wanted = (w.removeprefix("triton").strip(" ()") for w in lines if w.startswith("triton"))
+    return next(wanted, None)
 
 
 def _native() -> Iterator[Finding]:
@@ -262,7 +260,7 @@ def _unwritable(folder: Path) -> str | None:
 
 def _optional() -> Iterator[Finding]:
     for name, (module, purpose) in OPTIONAL.items():
-        version = _version(name)
+        version = installed(name)
         absent = version is None or importlib.util.find_spec(module) is None
         missing = "not installed" if absent else None
         yield check(name, missing, str(version), f"optional: {purpose}", "note")
@@ -274,7 +272,7 @@ def _settings() -> Iterator[Finding]:
     from ..system import settings
 
     wrong = _wrong()
-    whole = not wrong and _version("torch") is not None
+    whole = not wrong and installed("torch") is not None
     for variable in settings.VARIABLES:
         name, value = variable.name, variable.read()
         if name in wrong:
@@ -309,13 +307,6 @@ def _unusable(variable: Variable) -> tuple[str | None, str]:
     except (OSError, ValueError) as problem:
         return str(problem), "no operation of ours runs"
     return None, f": {count} plans; other keys use torch.eager"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..core.policy import measuring
 from ..cpu_overrides import enable
@@ -79,9 +80,7 @@ def compared() -> Iterator[Compared]:
         "float16 product 384x384x384": lambda: a @ b,
         "float16 vector x matrix 1024": lambda: row @ weight,
         "float16 convolution 32 channels": lambda: torch.conv2d(x, filters),
-        "float16 attention 4x128x64": lambda: torch.nn.functional.scaled_dot_product_attention(
-            q, q, q
-        ),
+        "float16 attention 4x128x64": lambda: F.scaled_dot_product_attention(q, q, q),
         "bfloat16 product 384x384x384": lambda: a.bfloat16() @ b.bfloat16(),
     }
     was = enable.enabled()
@@ -100,11 +99,12 @@ def compared() -> Iterator[Compared]:
 def _fresh() -> Compared:
     """An output of 64 MiB: from PyTorch's allocator, whose pages are new each time, and from the pool."""
     big, add = torch.ones(16 << 20), cpu_library.op("add")
-    remedy = (
-        "tensorlogic's own functions take outputs from the pool; tensorlogic.enable(pool=True) for all"
-        if native_hook_ops.available() is None
-        else "tensorlogic's own functions take outputs from the pool; or preload tcmalloc"
+    wide = (
+        "or preload tcmalloc"
+        if native_hook_ops.available()
+        else "tensorlogic.enable(pool=True) for all"
     )
+    remedy = f"tensorlogic's own functions take outputs from the pool; {wide}"
     return _pair("a fresh output of 64 MiB", lambda: big + big, lambda: add(big, big), remedy)
 
 

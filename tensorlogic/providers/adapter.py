@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
 import sys
@@ -19,6 +18,7 @@ from ..core.key import Key, TensorSpec
 from ..core.op import Op
 from ..kernels import register as kernels_register
 from ..ops.layer_norm_linear import saves
+from ..system.package import installed
 
 MOST_ELEMENTS = 2**31 - 1  # of one tensor; beyond it a package's indices may be 32-bit
 Rows = tuple[int, int]  # rows, columns
@@ -36,7 +36,7 @@ class Package:
 
     def missing(self) -> str | None:
         """None where it is installed, else the reason and the remedy."""
-        if _version(self.distribution) is None or importlib.util.find_spec(self.module) is None:
+        if installed(self.distribution) is None or importlib.util.find_spec(self.module) is None:
             return f"{self.distribution} is not installed: pip install 'tensorlogic-engine[{self.extra}]'"
         return None
 
@@ -55,14 +55,7 @@ class Package:
     @property
     def text(self) -> str:
         """Name and version of it and of what compiles it: a new version makes old evidence void."""
-        return ", ".join(f"{n} {_version(n)}" for n in (self.distribution, *self.needs))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return ", ".join(f"{n} {installed(n)}" for n in (self.distribution, *self.needs))
 
 
 @dataclass(frozen=True)

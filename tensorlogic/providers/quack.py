@@ -20,13 +20,8 @@ from .adapter import Call, Function, Package, Rows, aligned, matrix, present, wa
 PACKAGE = QUACK = Package(
     "quack-kernels", "quack", extra="hopper", capability=9, needs=("nvidia-cutlass-dsl",)
 )
-ACTIVATIONS = {  # ours -> QuACK's
-    "none": None,
-    "relu": "relu",
-    "gelu": "gelu_erf",
-    "gelu_tanh": "gelu_tanh_approx",
-    "silu": "silu",
-}
+# ours -> QuACK's
+ACTIVATIONS = {"none": None, "relu": "relu", "gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_approx", "silu": "silu"}  # fmt: skip
 # on sm_90, after QuACK's own default (an empty configuration)
 TILES: tuple[Config, ...] = (
     {"tile_m": 128, "tile_n": 128, "cluster_m": 1, "cluster_n": 2, "pingpong": True},

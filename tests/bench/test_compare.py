@@ -16,7 +16,8 @@ from tensorlogic.cli import main
 from ..support.bench import (
     held,
     made,
-    run,  # the fixture
+    run,
+    tiny,  # noqa: F401  # the fixture
 )
 from ..support.bench import tiny as tiny  # a fixture
 

@@ -33,7 +33,8 @@ from ..support.bench import (
     TINY,
     held,
     made,
-    run,  # the fixture
+    run,
+    tiny,  # noqa: F401  # the fixture
 )
 from ..support.bench import tiny as tiny  # a fixture
 

@@ -372,7 +372,7 @@ def test_doctor_names_what_an_older_version_left(
         def read_text(self, name: str) -> str:
             return json.dumps({"dir_info": {"editable": True}, "url": (tmp_path / "a b").as_uri()})
 
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.1.0")
+    monkeypatch.setattr(doctor, "installed", lambda name: "0.1.0")
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Editable())
     found = list(doctor._package())
     left = [f.found.split(" ")[0] for f in found if f.about == "a file left over"]
@@ -385,8 +385,8 @@ def test_doctor_names_what_an_older_version_left(
 
 
 def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else version(name))
+    version = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "torch" else version(name))
     found = {f.about: f for f in doctor.examine()}
     assert found["PyTorch"].state == "broken"
     assert "pip install torch" in found["PyTorch"].cost

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ...measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity
+from ...measure.opportunity import LEVELS, Opportunity, level
 from ..machine_limits import PRODUCTS, Floors
 from ..result_file import Results, Row
 from ..terminal.size_text import short
@@ -35,8 +35,6 @@ ARITHMETIC = {
         "none while training; `training=False` where nothing is to be dropped", "high"),
 }  # fmt: skip
 EPS = {"f16": 4.9e-4, "bf16": 3.9e-3, "f32": 6e-8}  # half the spacing at 1
-
-
 HEADS = ("priority", "what", "at", "above the floor", "up to", "likely cause", "remedy", "effort")
 
 
@@ -52,13 +50,8 @@ def found(results: Results) -> list[Opportunity]:
     for parts in ((_other_dtype, _launches, _transfers, _batches), (_gaps,)):
         some = [o for part in parts for o in part(results, floors) if o.above_us > 0]
         whole = sum(o.above_us for o in some)
-        every += [_ranked(o, whole) for o in some]
+        every += [replace(o, priority=level(o.above_us / whole)) for o in some]
     return sorted(every, key=lambda o: (LEVELS.index(o.priority), -o.above_us))
-
-
-def _ranked(o: Opportunity, whole: float) -> Opportunity:
-    share = o.above_us / whole
-    return replace(o, priority=LEVELS[0 if share >= HIGH else 1 if share >= MEDIUM else 2])
 
 
 def obtained(before: Iterable[Opportunity], old: Results, new: Results) -> list[tuple[str, ...]]:
@@ -102,11 +95,8 @@ def _gaps(results: Results, floors: Floors) -> Iterator[Opportunity]:
     """Rows far from their own floor, by operation and dtype."""
     launch = results.ceilings.launch_us.get("tensorlogic", 0.0) if results.kind == "cpu" else 0.0
     for (op, dtype), rows in _by(r for r in results.timed if r.category != "batch").items():
-        far = []
-        for row in rows:
-            floor = floors.us(row)
-            if floor is not None and row.median_us() > NEAR * (floor + launch):
-                far.append((row, row.median_us() - floor - launch))
+        known = [(r, floor + launch) for r in rows if (floor := floors.us(r)) is not None]
+        far = [(r, r.median_us() - us) for r, us in known if r.median_us() > NEAR * us]
         if far:
             worst = max(far, key=lambda pair: pair[1])[0]
             yield _made(f"{op} {dtype}", far, *_cause(worst, results))
@@ -165,12 +155,13 @@ def _other_dtype(results: Results, floors: Floors) -> Iterator[Opportunity]:
         )
         if not own or not other or peaks[other] < FASTER * own:
             continue
-        saved = []
-        for row in results.timed:
-            floor = floors.us(row, other)
-            bound = row.flops / own / 1e3 > 0.5 * row.median_us()
-            if row.dtype == dtype and row.category in PRODUCTS and bound and floor is not None:
-                saved.append((row, row.median_us() - max(floor, row.flops / peaks[other] / 1e3)))
+        products = [r for r in results.timed if r.dtype == dtype and r.category in PRODUCTS]
+        saved = [
+            (r, r.median_us() - max(floor, r.flops / peaks[other] / 1e3))
+            for r in products
+            if r.flops / own / 1e3 > 0.5 * r.median_us()
+            and (floor := floors.us(r, other)) is not None
+        ]
         if not saved:
             continue
         totals: dict[str, float] = {}

@@ -20,6 +20,7 @@ from .plots import Plot
 from .tables import Table
 
 FOLD = 12  # rows of a table that are shown unfolded
+LINES = "Solid: ours. Dashed: PyTorch's best. Dotted: the limit of this run."
 
 
 @dataclass
@@ -113,7 +114,7 @@ def make(
         *([_changes(changed, before, results)] if changed and before else []),
         _opportunities(results),
         Part("Every row", tables=[_rows(results)]),
-        *([_over_size(results)] if drawn else []),
+        *([Part("Over size", [LINES], report_plots.over_size(results))] if drawn else []),
         _choices(results),
     ]
     return Report(results, before, [p for p in parts if p.texts or p.plots or p.tables])
@@ -146,11 +147,6 @@ def _rows(results: Results) -> Table:
     chosen, rows = [*report_tables.columns(results), error], results.timed
     title = f"{len(rows)} rows, losses marked; errors are relative to float64"
     return report_tables.of_rows(chosen, rows, title, folded=len(rows) > FOLD)
-
-
-def _over_size(results: Results) -> Part:
-    text = "Solid: ours. Dashed: PyTorch's best. Dotted: the limit of this run."
-    return Part("Over size", [text], report_plots.over_size(results))
 
 
 def _choices(results: Results) -> Part:

@@ -45,8 +45,9 @@ def findings(results: Results, wins: bool = False) -> list[str]:
 def losses(results: Results, wins: bool = False) -> list[str]:
     """What loses against PyTorch, and out of how many; of the fused rows what wins, too, if asked."""
     found, fused = [], [r for r in results.timed if r.category == "fusion"]
-    for clock in clocks(results):
-        time = f"{clock} time" if len(clocks(results)) > 1 else "time"
+    known = clocks(results)
+    named = {c: f"{c} time" if len(known) > 1 else "time" for c in known}
+    for clock, time in named.items():
         literal = geomean(s[0] for r in fused if (s := r.speed("separate", clock)) is not None)
         best = geomean(s[0] for r in fused if (s := r.speed(clock=clock)) is not None)
         stand = standing(fused, clock)
@@ -58,8 +59,7 @@ def losses(results: Results, wins: bool = False) -> list[str]:
             )
             for name in ("wins", "loses") if wins else ("loses",):
                 found += [f"  {name}: {_named(stand[name], clock)}"] if stand[name] else []
-    for clock in clocks(results):
-        time = f"{clock} time" if len(clocks(results)) > 1 else "time"
+    for clock, time in named.items():
         lost = standing((r for r in results.timed if r.category != "fusion"), clock)["loses"]
         if lost:
             found.append(f"other losses against PyTorch, {time}: {_named(lost, clock)}")
@@ -130,15 +130,11 @@ def caveats(results: Results) -> list[str]:
         )
     if results.run.get("throttled"):
         found.append(f"note: {results.run['throttled']}")
-    unsteady = [r for r in results.timed if _unsteady(r)]
+    times = [sorted(r.samples().values[r.subject]) for r in results.timed]
+    unsteady = [t for t in times if t[len(t) * 3 // 4] > UNSTEADY * t[len(t) // 4]]
     if len(unsteady) > max(2, len(results.timed) // 10):
         found.append(
             f"note: the times of {len(unsteady)} of {len(results.timed)} rows vary more than twofold "
             "within the row: something else was running; measure again on a quiet machine"
         )
     return found
-
-
-def _unsteady(row: Row) -> bool:
-    values = sorted(row.samples().values[row.subject])
-    return values[len(values) * 3 // 4] > UNSTEADY * values[len(values) // 4]

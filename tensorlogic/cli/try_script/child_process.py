@@ -43,7 +43,8 @@ def main(folder: str, mode: str) -> int:
     place = Path(folder)
     spec = json.loads((place / "spec.json").read_text())
     program = _function(spec) if spec["entry"] else _script(spec)
-    help, modules, found = Help(spec["repair"], {int(n): s for n, s in spec["modules"].items()}), Modules(), {"exit": 0}  # fmt: skip
+    help, modules = Help(spec["repair"], {int(n): s for n, s in spec["modules"].items()}), Modules()
+    found: dict[str, Any] = {"exit": 0}
     # a program without seeds of its own draws the same numbers in every run, so that outputs can be compared
     torch.manual_seed(0)
     random.seed(0)
@@ -54,7 +55,7 @@ def main(folder: str, mode: str) -> int:
         _turns(program, modules, help, found, spec)
     else:
         _whole(program, modules, help, found, mode, spec)
-    found |= {"ready": help.seconds, "helped": help.helped}
+    found["ready"], found["helped"] = help.seconds, help.helped
     (place / f"{mode}.json").write_text(json.dumps(found))
     torch.save(modules.outputs, place / f"{mode}.pt")
     return int(found["exit"])

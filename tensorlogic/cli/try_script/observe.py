@@ -18,16 +18,10 @@ from ...compiler.reporting.op_profile import dtype_name
 from .assist import Outermost, Run, signature
 
 CHANGES = {  # audit events -> what a person calls them
-    "socket.connect": "connects to",
-    "socket.bind": "listens at",
-    "subprocess.Popen": "starts",
-    "os.system": "runs",
-    "os.remove": "removes",
-    "os.rename": "renames",
-    "os.mkdir": "makes the folder",
-    "os.rmdir": "removes the folder",
-    "shutil.rmtree": "removes the folder",
-}
+    "socket.connect": "connects to", "socket.bind": "listens at", "subprocess.Popen": "starts", "os.system": "runs",
+    "os.remove": "removes", "os.rename": "renames", "os.mkdir": "makes the folder",
+    "os.rmdir": "removes the folder", "shutil.rmtree": "removes the folder",
+}  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 HARMLESS = ("__pycache__", "/dev/", "/proc/", ".triton", f"{tempfile.gettempdir()}/")
 MOST = 20  # changes that are kept

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity, time_text
+from ...measure.opportunity import Opportunity, level, time_text
 
 ELEMENTWISE = frozenset(
     f"aten::{n}{s}"
@@ -37,12 +37,11 @@ def opportunities(look: dict[str, Any], seconds: float) -> list[Opportunity]:
         *_launches(look, seconds),
         *_fresh(spent, look),
     ]
-    ranked = []
-    for o in sorted(found, key=lambda o: -o.above_us):
-        share = o.above_us / max(seconds * 1e6, 1e-9)
-        level = LEVELS[0 if share >= HIGH else 1 if share >= MEDIUM else 2]
-        ranked.append(replace(o, priority=level, gain=1 / max(1 - share, 0.05)))
-    return ranked
+    shares = [(o.above_us / max(seconds * 1e6, 1e-9), o) for o in found]
+    return [
+        replace(o, priority=level(share), gain=1 / max(1 - share, 0.05))
+        for share, o in sorted(shares, key=lambda pair: -pair[0])
+    ]
 
 
 def split(

@@ -18,7 +18,8 @@ from tools.docs import markdown_blocks, seed_figures
 
 from ...support.bench import (
     held,
-    made,  # the fixture
+    made,
+    tiny,  # noqa: F401  # the fixture
 )
 from ...support.bench import tiny as tiny  # a fixture
 

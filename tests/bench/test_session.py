@@ -34,7 +34,6 @@ from ..support.bench import (
     held,
     made,
     run,
-    tiny,  # noqa: F401  # the fixture
 )
 from ..support.bench import tiny as tiny  # a fixture
 

@@ -19,7 +19,6 @@ from ..support.provider_fakes import (
     LABELS,
     half,
     key,
-    nothing_stays,  # noqa: F401  # the fixture
 )
 from ..support.provider_fakes import nothing_stays as nothing_stays  # a fixture
 

@@ -28,7 +28,6 @@ from ..support.provider_fakes import (
     LABELS,
     half,
     key,
-    nothing_stays,  # noqa: F401  # the fixture
     of_an_adapter,
 )
 from ..support.provider_fakes import nothing_stays as nothing_stays  # a fixture

@@ -34,6 +34,7 @@ ARITHMETIC = {
         "random numbers drawn on the way, for every element",
         "none while training; `training=False` where nothing is to be dropped", "high"),
 }  # fmt: skip
+PAGEABLE = "transfer of pageable memory"
 EPS = {"f16": 4.9e-4, "bf16": 3.9e-3, "f32": 6e-8}  # half the spacing at 1
 HEADS = ("priority", "what", "at", "above the floor", "up to", "likely cause", "remedy", "effort")
 
@@ -200,12 +201,12 @@ def _launches(results: Results, floors: Floors) -> Iterator[Opportunity]:
 def _transfers(results: Results, floors: Floors) -> Iterator[Opportunity]:
     """Pageable beside pinned memory, fresh beside reused."""
     pairs = {
-        "to device, pageable": ("to device, pinned", "`tensor.pin_memory()`, reused, for what is sent often"),
-        "to host, pageable": ("to host, pinned", "copy into a pinned tensor that is reused"),
-        "clone": ("copy", "`tensorlogic.enable(pool=True)`, or an output that is reused"),
+        "to device, pageable": ("to device, pinned", PAGEABLE, "`tensor.pin_memory()`, reused, for what is sent often"),
+        "to host, pageable": ("to host, pinned", PAGEABLE, "copy into a pinned tensor that is reused"),
+        "clone": ("copy", "unpooled allocation: fresh pages", "`tensorlogic.enable(pool=True)`, or an output that is reused"),
     }  # fmt: skip
     moves = {(r.detail, r.size): r for r in results.timed if r.category == "transfer"}
-    for slow, (fast, remedy) in pairs.items():
+    for slow, (fast, cause, remedy) in pairs.items():
         saved = [
             (r, r.median_us() - other.median_us())
             for (detail, size), r in moves.items()
@@ -214,8 +215,6 @@ def _transfers(results: Results, floors: Floors) -> Iterator[Opportunity]:
             and r.median_us() > NEAR * other.median_us()
         ]
         if saved:
-            fresh = slow == "clone"
-            cause = "unpooled allocation: fresh pages" if fresh else "transfer of pageable memory"
             yield _made(f"transfer: {slow}", saved, cause, remedy, "low")
 
 

@@ -122,15 +122,9 @@ def _opportunities(trial: Trial) -> Iterator[str]:
 
 def record(trial: Trial) -> dict[str, Any]:
     """What a later run is held to."""
-    return {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "command": trial.asked.command,
-        "environment": trial.look["environment"],
-        "gain": trial.main,
-        "agree": trial.agree,
-        "won": trial.won,
-    }
+    about = {"format": FORMAT, "schema": SCHEMA, "command": trial.asked.command}
+    outcome = {"gain": trial.main, "agree": trial.agree, "won": trial.won}
+    return {**about, "environment": trial.look["environment"], **outcome}
 
 
 def save(trial: Trial, path: Path) -> str:

@@ -19,7 +19,6 @@ from tools.docs import markdown_blocks, seed_figures
 from ...support.bench import (
     held,
     made,
-    tiny,  # noqa: F401  # the fixture
 )
 from ...support.bench import tiny as tiny  # a fixture
 

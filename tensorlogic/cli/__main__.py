@@ -1,3 +1,5 @@
 """`python -m tensorlogic.cli`: the command line."""
 
-from .. import __main__  # noqa: F401
+from .main import main
+
+raise SystemExit(main())

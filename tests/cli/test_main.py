@@ -386,7 +386,9 @@ def test_doctor_names_what_an_older_version_left(
 
 def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     version = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "torch" else version(name))
+    monkeypatch.setattr(
+        doctor, "installed", lambda name: None if name == "torch" else version(name)
+    )
     found = {f.about: f for f in doctor.examine()}
     assert found["PyTorch"].state == "broken"
     assert "pip install torch" in found["PyTorch"].cost

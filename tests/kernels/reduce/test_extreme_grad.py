@@ -25,6 +25,7 @@ from ...support.triton import (
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.core.key import SIZES
 from tensorlogic.dispatch import candidate_loading
 
 from tensorlogic.measure import verification  # isort: skip
@@ -305,7 +306,7 @@ def test_configurations_fill_the_gpu(name: str) -> None:
 @pytest.mark.parametrize("length", [33, 108, 200, 384, 512])
 def test_columns_of_hundreds_are_held_by_programs_that_take_turns(length: int, dtype: str) -> None:
     """Before they are swept; at least 64 bytes of neighbours wide, at most 32 elements a thread, so many registers that two programs fit."""
-    n, size = 50257, reduce_extreme_grad.SIZE[dtype]
+    n, size = 50257, SIZES[dtype]
     configs = reduce_extreme_grad.extreme_configs(
         Lines(8, length, n, ((length * n, n, 1),) * 2), dtype
     )

@@ -23,6 +23,7 @@ from ...support.triton import (
 )
 
 import tensorlogic  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.core.key import SIZES
 from tensorlogic.dispatch import candidate_loading
 
 from tensorlogic.measure import verification  # isort: skip
@@ -33,7 +34,6 @@ from tensorlogic.core.candidate import Candidate  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.softmax import strided_split as softmax_strided_split
 
-from tensorlogic.kernels.row_access import strided as strided_lines  # isort: skip
 from tensorlogic.kernels.row_access.strided import Lines  # isort: skip
 
 
@@ -270,12 +270,7 @@ def test_configurations_fill_the_gpu_and_are_combined_at_once() -> None:
                     assert config["parts"] * config["BLOCK_I"] <= softmax_strided_split.COMBINED * config["num_warps"] // 8  # fmt: skip
                     assert 64 <= groups * config["parts"] <= 8 * 132
                     if name in ("columns", "odd columns", "turned"):  # whole sectors of neighbours
-                        assert (
-                            config["BLOCK_I"]
-                            * strided_lines.SIZE[dtype]
-                            % softmax_strided_split.SECTOR
-                            == 0
-                        )
+                        assert config["BLOCK_I"] * SIZES[dtype] % softmax_strided_split.SECTOR == 0
                 spans = [softmax_strided_split.span_of(lies.length, c["parts"]) for c in configs]
                 assert all(s * c["parts"] >= lies.length for s, c in zip(spans, configs, strict=True))  # fmt: skip
 

@@ -143,10 +143,10 @@ def optimize(
         budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training). What was found is kept in
             the user's cache folder: a later process with the same model, inputs, machine and versions checks it and times
             nothing, unless it asks for a larger budget, or under policy(tune="full"). Of a budget that is given, half is
-            for PyTorch's Inductor: what it compiles by then, of the whole model and of what the rewrites left over, each in a
-            process of its own, is checked, timed beside what was found, and serves where it is faster (`TENSORLOGIC_INDUCTOR=0`
+            for PyTorch's Inductor: what it makes of the whole model by then, in a process of its own,
+            is checked, timed beside what was found, and serves where it is faster (`TENSORLOGIC_INDUCTOR=0`
             keeps it out). It takes 5 to 60 s. Without `budget_s` nothing waits for it: it is compiled in the background once the calls have taken
-            20 s (2 s on a GPU whose machine has cores and memory to spare), and compared during two calls, within 5 % of the time
+            20 s (2 s on a GPU whose machine has cores and memory to spare), and compared during one call, within 5 % of the time
             that calls have taken by then. Where no call may ever take longer, give a `budget_s`.
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size

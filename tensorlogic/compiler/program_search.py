@@ -20,7 +20,7 @@ from ..guards import tensor_tree
 from ..guards.errors import MISS, Untraceable
 from ..measure import timer
 from ..system import compile_pool, settings
-from .inductor import compile_process, partition
+from .inductor import compile_process
 from .inductor.comparison import OP as CONTEST
 from .inductor.comparison import Contest, called, isolated, settled
 from .inductor.comparison import program as compiled
@@ -70,7 +70,7 @@ def best(
     device = device_of(traced)
     stored = Stored(traced, device, training, budget_s)
     choice = stored.whole()
-    if choice is not None and choice.by_inductor and not settings.inductor():
+    if choice is not None and choice.outcome == "compiled" and not settings.inductor():
         choice = None
     if choice is not None and choice.outcome == "original":
         _told(report, choice)
@@ -82,11 +82,11 @@ def best(
         if choice.outcome == "compiled":
             program = _loaded(choice, traced, model, expected, path, report)
         else:
-            program = _again(choice, source, model, expected, path, report)
+            program = _again(choice, source, model, expected, report)
         if program is not None:
             if not any(r.op == CONTEST for r in choice.rows):
                 program.contest = Contest(
-                    traced, program, program, before, model, training, path, report, given
+                    traced, program, before, model, training, path, report, given
                 )
                 program.contest.keep = stored.keeper(choice)
             return program
@@ -96,11 +96,12 @@ def best(
         budget_s *= OURS
     judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s, stored)
     try:
-        base, plan = _found(source, judge, expected, model, before, budget_s, report, given)
-        found = base if report.outcome != "original" else None
+        found, plan = _found(source, judge, expected, model, before, budget_s, report, given)
+        if report.outcome == "original":
+            found = None
         if found is not None:
             tune_stream_parallelism.spread(found, report)
-        contest = Contest(traced, found, base, before, model, training, path, report, given)
+        contest = Contest(traced, found, before, model, training, path, report, given)
         if until:
             rival = contest.within(until, expected)
             found = found if rival is None else rival
@@ -126,7 +127,7 @@ def _told(report: Report, choice: Choice) -> None:
 
 
 def _again(
-    choice: Choice, source: Trace, model: nn.Module, expected: Whole, path: Path, report: Report
+    choice: Choice, source: Trace, model: nn.Module, expected: Whole, report: Report
 ) -> Program | None:
     """The program that an earlier process has chosen, if it is right with today's weights and inputs."""
     graph = copy.deepcopy(source.graph)
@@ -139,11 +140,6 @@ def _again(
     program = Program(source, graph, forced, expected.training, model)
     program.ways = choice.ways
     program.function.sites.hurried |= set(choice.hurried)
-    if choice.left_over:
-        try:
-            program = partition.again(program, choice.left_over, path)
-        except Unable:
-            return None
     tune_stream_parallelism.again(program, choice.sections)
     return _stands(program, choice, expected, report)
 

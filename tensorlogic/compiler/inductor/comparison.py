@@ -1,4 +1,4 @@
-"""Inductor against what was found: what rewriting left over, run by run, and the whole model; kept only where right and faster."""
+"""The whole model compiled by Inductor beside the program that was found; kept only where right and faster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from ..trace import graph_facts
 from ..trace.compiled_call import Compiled
 from ..trace.graph_facts import mutates, written
 from ..trace.traced_graph import Trace
-from ..tune import stream_parallelism as tune_stream_parallelism
 from ..verify import equivalence
 from ..verify.whole_model import Whole, apart
-from . import compile_process, partition
+from . import compile_process
 from .compile_process import Unable
 
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"
@@ -103,14 +102,10 @@ def isolated(programs: Sequence[Program], given: Given) -> Iterator[Callable[[],
 
 @dataclass
 class Contest:
-    """One traced model, what serves it now (`ours`, or None for its own code), and the original's call to compare with.
-
-    `base` is the program whose left-over calls Inductor may have, `ours` or one that does not pay by itself.
-    """
+    """One traced model, what serves it now (`ours`, or None for its own code), and the original's call to compare with."""
 
     trace: Trace
     ours: Program | None
-    base: Program | None
     before: Callable[..., Any]
     model: nn.Module
     training: bool
@@ -119,108 +114,53 @@ class Contest:
     given: Given
     keep: Callable[[Report, Program | None], None] | None = None  # for later processes
     share_s: float = 0.4  # for timing
-    asked: set[str] = field(default_factory=set)  # kinds of runs that are being compiled
 
-    def begin(self, niceness: int = 0) -> list[compile_process.Compiling]:
-        """Start compiling: the whole model, and what is left over. Raises Unable or OSError where that cannot be."""
+    def begin(self, niceness: int = 0) -> compile_process.Compiling:
+        """Start compiling. Raises Unable or OSError where that cannot be."""
         if (reason := compile_process.unfit(self.trace)) is not None:
             raise Unable(reason)
-        whole = compile_process.whole(self.trace, self.artifact)
-        orders = [[whole]]
-        if self.base is not None:
-            us = self.report.after_us or self.report.before_us or 0.0
-            kinds = partition.worthwhile(self.base, self.artifact, us)
-            self.asked = {k.name for k in kinds}
-            orders += [[k.order() for k in kinds]] * bool(kinds)
-        return [compile_process.Compiling(each, self.training, niceness) for each in orders]
+        return compile_process.Compiling(self.trace, self.artifact, self.training, niceness)
 
     def within(self, until: float, expected: Whole) -> Program | None:
         """Inductor's program if it is ready by `until` (of `time.perf_counter`), right and faster; a row of the report
         says what happened."""
-        jobs: list[compile_process.Compiling] = []
         try:
             left = until - time.perf_counter()
             if left < LEAST_S and compile_process.unfit(self.trace) is None:
                 raise Unable(f"not compiled: {max(0.0, left):.1f} s of budget_s were left")
-            jobs = self.begin()
-            for job in jobs:
+            job = self.begin()
+            try:
                 job.wait(until - time.perf_counter())
+            finally:
+                job.stop()
         except (Unable, OSError) as problem:
             row = Row(EVERYTHING, OP, NAME, refused=str(problem))
             self.report.rows = [*self.report.rows, row]
             return None
-        finally:
-            for job in jobs:
-                job.stop()
-        return self.decided(jobs, expected)
-
-    def decided(self, jobs: Sequence[compile_process.Compiling], expected: Whole) -> Program | None:
-        """The fastest of Inductor's programs that is right and faster than what there is; rows say what happened."""
-        found = None
-        for job in sorted(jobs, key=self.entire):
-            won = self.compared(job, expected)
-            found = found if won is None else won
-        return found
+        return self.compared(job, expected)
 
     def compared(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
-        """The program with what one job has made, if it is right and faster than what there is."""
-        return (self._whole if self.entire(job) else self._left_over)(job, expected)
-
-    def entire(self, job: compile_process.Compiling) -> bool:
-        """Whether a job is the whole model's, not that of what is left over."""
-        return job.orders[0].artifact == self.artifact
-
-    def _whole(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
+        """The program that a job has made, if it is right and faster than what there is; a row says what happened."""
         row, report = Row(EVERYTHING, OP, NAME), self.report
-        won = None
         try:
-            rival = program(self.trace, job.made(self.artifact), self.training, self.model)
+            rival = program(self.trace, job.made(), self.training, self.model)
             verdict = expected.judge(rival)
             row.error = verdict.error if verdict else None
             if not verdict or verdict.error > equivalence.GROWTH:
                 raise Unable(verdict.reason or f"error {verdict.error:.2f} times the original's")
-            won = rival if self._faster(rival, row, verdict.error, "compiled") else None
+            if self._faster(rival, row, verdict.error):
+                rows = (
+                    r if r.refused else replace(r, refused="Inductor is faster")
+                    for r in report.rows
+                )
+                report.rows = [row, *rows]
+                return rival
         except (Unable, OSError) as problem:
             row.refused = str(problem)
-        if won is not None:
-            rows = [
-                r if r.refused else replace(r, refused="Inductor is faster") for r in report.rows
-            ]
-            report.rows = [row, *rows]
-        else:
-            report.rows = [*report.rows, row]
-        return won
-
-    def _left_over(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
-        """The base with those of its runs by Inductor that are right and faster there; those that are not go one by one."""
-        base, report = self.base, self.report
-        assert base is not None
-        kinds = [k for k in partition.kinds(base, self.artifact) if k.name in self.asked]
-        for kind in kinds:
-            partition.judge(kind, base, job.made)
-        report.rows = [*report.rows, *(k.row for k in kinds)]
-        while chosen := [k for k in kinds if not k.row.refused]:
-            rival = partition.woven(base, chosen)
-            verdict = expected.judge(rival)
-            if verdict and verdict.error <= equivalence.GROWTH:
-                break
-            worst = max(chosen, key=lambda k: k.row.error or 0.0)
-            why = verdict.reason or f"error {verdict.error:.2f} times the original's"
-            worst.row.refused = f"the whole model's error grew: {why}"
-        if not chosen:
-            return None
-        whole = Row(EVERYTHING, partition.OP, NAME)
-        try:
-            if self._faster(rival, whole, verdict.error, ""):
-                tune_stream_parallelism.spread(rival, Report())
-                return rival
-        except Unable as problem:
-            whole.refused = str(problem)
-        for kind in chosen:
-            kind.row.refused = f"in the whole model: {whole.refused}"
+        report.rows = [*report.rows, row]
         return None
 
-    def _faster(self, rival: Program, row: Row, error: float, outcome: str) -> bool:
+    def _faster(self, rival: Program, row: Row, error: float) -> bool:
         """Whether a program beats what there is; if so it takes that place, and the report tells its times."""
         report = self.report
         samples, other = self._timed(rival)
@@ -232,8 +172,7 @@ class Contest:
         self.ours, report.error = rival, error
         report.before_us, report.after_us = samples.median("before"), row.after_us
         report.ratio = samples.ratio("inductor", "before")
-        captured = "rewritten" if rival.replay is None else "captured"
-        report.outcome, report.reason = outcome or captured, ""
+        report.outcome, report.reason = "compiled", ""
         return True
 
     def _timed(self, rival: Program) -> tuple[timer.Samples, str]:

@@ -147,7 +147,6 @@ class Function:
         self.sites = Sites(forced)
         self.quick: dict[str, Callable[..., Any]] = {}
         self._values = dict(values)
-        self.notice: Callable[[str, Any], None] | None = None  # told every value of a first run
         self.wanted: Any = None  # what its ops are bound for, as `of` is told
         self._others: dict[Any, Function] = {}  # bound for other things than that
         self.run: Callable[..., Any] = self._bind
@@ -200,8 +199,6 @@ class Function:
             if quick is not None:
                 self.quick[node.name] = quick
             env[node.name] = (quick or target)(*args, **kwargs)
-            if self.notice is not None:
-                self.notice(node.name, env[node.name])
             for done in last.get(node.name, ()):
                 if done not in self._values:
                     env.pop(done, None)

@@ -83,7 +83,7 @@ class Program:
             trace.owner,
             forced,
         )
-        self.made = any(isinstance(n.target, Compiled) for n in graph.nodes)  # by Inductor, in part
+        self.made = any(isinstance(n.target, Compiled) for n in graph.nodes)  # by Inductor
         self.guard = Guard(trace.example, training)
         self.watch = Watch(model, () if trace.objects is None else trace.objects.kinds)
         self.autocast, self.force = autocast(), policy.current().force
@@ -97,7 +97,6 @@ class Program:
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
         self.sections: list[Section] = []  # recorded on streams of their own
-        self.left_over: list[str] = []  # kinds of runs that Inductor has compiled
         self.contest: Any = None  # in which Inductor may still beat it
         self.refused = 0  # calls in a row that met a changed model
         self.resting = 0  # calls that are not to look

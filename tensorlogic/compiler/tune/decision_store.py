@@ -53,7 +53,6 @@ class Choice:
     ratio: tuple[float, float, float] | None
     plans: Plans = field(default_factory=dict)
     sections: list[Any] = field(default_factory=list)  # lanes of calls on streams of their own
-    left_over: list[str] = field(default_factory=list)  # kinds of runs by Inductor
     watched: dict[str, Any] | None = None  # where the time of a call of the original went
     hurried: list[str] = field(default_factory=list)  # calls that did not wait for a compiler
     when: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
@@ -74,15 +73,9 @@ class Choice:
             report.ratio,
             plans,
             [] if program is None else [s.lanes for s in program.sections],
-            [] if program is None else program.left_over,
             report.watched,
             [] if program is None else sorted(program.function.sites.hurried),
         )
-
-    @property
-    def by_inductor(self) -> bool:
-        """Whether anything of it is Inductor's."""
-        return self.outcome == "compiled" or bool(self.left_over)
 
 
 class Stored:

@@ -6,6 +6,7 @@ import copy
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any
@@ -32,7 +33,7 @@ from .runtime.program import Program
 from .trace import graph_facts
 from .trace.exporter import prepare, witness
 from .trace.model_copies import fresh, sharing, unwritten
-from .trace.traced_graph import Trace, counters
+from .trace.traced_graph import Given, Original, Trace, counters
 from .verify import equivalence
 from .verify.call_effects import outcome, random_state, widely
 from .verify.gradients import opaque
@@ -94,7 +95,7 @@ class Piece:
         owner, report = self.owner, Report()
         share = owner.share((id(self), ids))
         alike = any(p is not None for p in self.programs.values())  # what it chose is known
-        if not (share or alike or owner.left > -OVER * owner.budget_s) or not any(
+        if not (share or alike or owner.left > -OVER * owner.original.budget_s) or not any(
             isinstance(v, Tensor) for v in flat
         ):
             return None
@@ -109,11 +110,11 @@ class Piece:
         try:
             traced = self._trace(flat)
             begin = time.perf_counter()
-            example: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(traced.example), {})
+            given: Given = tuple(traced.example), {}
             nothing = nn.Module()  # Dynamo's own guards watch the model
-            program = best(
-                traced, nothing, before, owner.training, share, report, example, owner.until
-            )
+            part = replace(owner.original, model=nothing, before=before, given=given)
+            part.report, part.budget_s = report, share
+            program = best(traced, part)
             owner.left -= time.perf_counter() - begin
         except (Untraceable, *FAILURES) as problem:
             report.reason = first_line(problem)
@@ -127,7 +128,7 @@ class Piece:
         if self.traced is None:
             if name := opaque(self.graph):
                 raise Untraceable(f"a graph with gradients of its own ({name})")
-            with torch.set_grad_enabled(self.owner.training):
+            with torch.set_grad_enabled(self.owner.original.training):
                 self.traced = make_fx(
                     self.graph, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True
                 )(*flat)
@@ -162,21 +163,20 @@ def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
 class Pieces:
     """A model's forward as Dynamo's graphs and the Python between them; code that it has not seen runs as it is."""
 
-    def __init__(
-        self, model: nn.Module, training: bool, budget_s: float, dynamic: bool, until: float = 0.0
-    ) -> None:
-        self.model, self.training, self.until = model, training, until
-        self.budget_s = budget_s
-        self.left = budget_s  # seconds for making programs
+    def __init__(self, original: Original, dynamic: bool) -> None:
+        self.model = original.model
+        # holds neither the caller's inputs nor the caller's model
+        self.original = replace(original, before=self.model, given=((), {}))
+        self.left = original.budget_s  # seconds for making programs
         self.making = True  # programs, while `pieces` calls the model
         self.waiting: dict[Any, float] = {}  # seconds of graphs for which there is none yet
         self.reports: list[Report] = []
         self.pieces: list[Piece] = []
         self.symbolic: list[fx.GraphModule] = []  # graphs whose sizes may vary
         self.graphs = 0
-        self.hooks = Hooks(model).holds  # which Dynamo's guards leave out
-        forward = _own(getattr(type(model).__mro__[2], "forward", None))
-        method = MethodType(forward, model)
+        self.hooks = Hooks(self.model).holds  # which Dynamo's guards leave out
+        forward = _own(getattr(type(self.model).__mro__[2], "forward", None))
+        method = MethodType(forward, self.model)
         self.first = torch.compile(method, backend=_weakly(self), dynamic=dynamic)
         self.later = torch._dynamo.run(method)  # with what is compiled; never compiles
 
@@ -225,7 +225,7 @@ class Pieces:
                     i: program if p is later else p for i, p in piece.programs.items()
                 }
             report.rows = [row for r in reports for row in r.rows]
-            notes = (n for n in later.contest.report.notes if n not in report.notes)
+            notes = (n for n in later.contest.original.report.notes if n not in report.notes)
             report.notes.extend(notes)
 
         for piece in self.pieces:
@@ -279,23 +279,16 @@ def _own(forward: Any) -> Any:
     return own
 
 
-def pieces(
-    clone: nn.Module,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    training: bool,
-    budget_s: float,
-    report: Report,
-    dynamic: bool = False,
-    until: float = 0.0,
-) -> Pieces | None:
+def pieces(original: Original, dynamic: bool = False) -> Pieces | None:
     """The model in pieces if that is right and faster; else None, with the reason in the report.
 
     Raises:
         Untraceable: Dynamo does not know the model's code.
     """
-    made = Pieces(clone, training, budget_s, dynamic, until)
+    clone, model, (args, kwargs) = original.model, original.before, original.given
+    training, report = original.training, original.report
+    assert isinstance(model, nn.Module)
+    made = Pieces(original, dynamic)
     with witness(), unwritten(clone):
         twin = sharing(model, buffers=False)
         before = random_state()
@@ -327,18 +320,12 @@ def pieces(
             why = verdict.reason or f"error {verdict.error:.2f} times the original's"
             report.reason = f"the model in pieces is not right: {why}"
             return None
-    return made if _faster(made, twin, args, kwargs, budget_s, report) else None
+    return made if _faster(made, twin, original) else None
 
 
-def _faster(
-    made: Pieces,
-    twin: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    budget_s: float,
-    report: Report,
-) -> bool:
+def _faster(made: Pieces, twin: nn.Module, original: Original) -> bool:
     """Time both on the example; where a call changes its inputs, each call has its own, on both sides."""
+    (args, kwargs), report = original.given, original.report
     given = fresh(args, kwargs)
     wrt = [p for p in made.model.parameters() if p.requires_grad]
 
@@ -350,7 +337,7 @@ def _faster(
     def call(model: Callable[..., Any]) -> Callable[[], Any]:
         def run() -> Any:
             a, k = fresh(args, kwargs) if changing else given
-            return graph_facts.step(model(*a, **k), made.training, wrt)
+            return graph_facts.step(model(*a, **k), original.training, wrt)
 
         return run
 
@@ -360,7 +347,7 @@ def _faster(
         changing = changes()
         given = fresh(args, kwargs) if changing else given
         pair = {"before": call(twin), "after": call(made.serving)}
-        share = max(0.3, budget_s / 8)
+        share = max(0.3, original.budget_s / 8)
         samples = settled(pair, device, "after", "before", share, MUST_GAIN)
     if not pays_off(report, samples, "after"):
         return False

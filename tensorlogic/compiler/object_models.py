@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from ..guards.global_state import plain_modes
 from . import trace_cache
 from .inductor.background_compile import Later
 from .program_search import best
-from .reporting.report import Report
 from .runtime.call_signature import Form
 from .runtime.program import Program
 from .trace.exporter import witness
@@ -23,7 +23,7 @@ from .trace.graph_facts import mutates, random_call
 from .trace.model_copies import fresh, sharing, unwritten
 from .trace.object_flattening import Flat, Objects
 from .trace.side_effects import Habits
-from .trace.traced_graph import Trace
+from .trace.traced_graph import Original, Trace
 from .verify import equivalence
 from .verify.whole_model import expected_inputs
 
@@ -94,27 +94,18 @@ class Apart:
         self.form, self.pure = Form(self.model, args, kwargs), program.pure
 
     @classmethod
-    def best(
-        cls,
-        traced: Trace,
-        model: nn.Module,
-        before: Callable[..., Any],
-        budget_s: float,
-        report: Report,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        until: float,
-    ) -> Apart | None:
-        """As `choosing.best`, of a graph that `traced` has made."""
+    def best(cls, traced: Trace, original: Original) -> Apart | None:
+        """As `program_search.best`, of a graph that `traced` has made."""
         objects = traced.objects
         assert objects is not None
 
         def called(*tensors: Tensor) -> Any:
             args, kwargs = objects.around(tensors)[:2]
-            return before(*args, **kwargs)
+            return original.before(*args, **kwargs)
 
-        example: tuple[tuple[Any, ...], dict[str, Any]] = tuple(traced.example), {}
-        found = best(traced, model, called, False, budget_s, report, example, until)
-        return None if found is None else cls(found, *given)
+        tensors = replace(original, before=called, given=(tuple(traced.example), {}))
+        found = best(traced, tensors)
+        return None if found is None else cls(found, *original.given)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""

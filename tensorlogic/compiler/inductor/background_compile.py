@@ -65,7 +65,7 @@ class Later:
     ) -> None:
         """`decided` is told what serves from then on; it shall hold no model."""
         self.program, self.contest, self.decided = program, contest, decided
-        self.each_s = max((contest.report.after_us or 0.0) / 1e6, 1e-6)
+        self.each_s = max((contest.original.report.after_us or 0.0) / 1e6, 1e-6)
         self.calls, self.look_at = 0, int(min(SOON_S, EARNED_S) / self.each_s)
         self.spent_s = 0.0  # on beginning and comparing
         self.job: compile_process.Compiling | None = None
@@ -110,7 +110,7 @@ class Later:
         elif self.job.process.poll() is None:
             self._next(LOOK_S)
         else:
-            before_s = (self.contest.report.before_us or 0.0) / 1e6
+            before_s = (self.contest.original.report.before_us or 0.0) / 1e6
             cost = FIXED_S + CALLS * max(before_s, self.each_s)
             missing = (self.spent_s + cost) / SHARE - self._work_s()
             if missing > 0:
@@ -150,16 +150,17 @@ class Later:
         contest, begin = self.contest, time.perf_counter()
         with self._undisturbed():
             job.wait(0.0)
-            won = contest.compared(job, Whole(contest.trace, contest.training))
+            won = contest.compared(job, Whole(contest.trace, contest.original.training))
         weight_cache.end_pretending()
         self.spent_s += time.perf_counter() - begin
-        contest.report.notes.append(
+        report = contest.original.report
+        report.notes.append(
             f"Inductor compiled in the background and compared after {self.calls} calls, "
             f"{self.spent_s:.1f} s"
         )
         program = self.program if won is None else won
         if contest.keep is not None:
-            contest.keep(contest.report, program)
+            contest.keep(report, program)
         self._close(program)
 
     @contextlib.contextmanager
@@ -168,7 +169,7 @@ class Later:
         with (
             undisturbed(),
             torch.inference_mode(False),
-            torch.set_grad_enabled(self.contest.training),
+            torch.set_grad_enabled(self.contest.original.training),
         ):
             yield
 

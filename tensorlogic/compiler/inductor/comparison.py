@@ -23,7 +23,7 @@ from ..runtime.program import Program
 from ..trace import graph_facts
 from ..trace.compiled_call import Compiled
 from ..trace.graph_facts import mutates, written
-from ..trace.traced_graph import Trace
+from ..trace.traced_graph import Given, Original, Trace
 from ..verify import equivalence
 from ..verify.whole_model import Whole, apart
 from . import compile_process
@@ -35,7 +35,6 @@ GAIN = 0.98  # of the time of what it would replace that it may take
 CLEAR = 0.95
 WIDE = 0.1  # around a bound, within which more samples are taken
 LEAST_S = 5.0  # below which no compilation is begun
-Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def program(
@@ -106,12 +105,8 @@ class Contest:
 
     trace: Trace
     ours: Program | None
-    before: Callable[..., Any]
-    model: nn.Module
-    training: bool
+    original: Original
     artifact: Path
-    report: Report
-    given: Given
     keep: Callable[[Report, Program | None], None] | None = None  # for later processes
     share_s: float = 0.4  # for timing
 
@@ -119,7 +114,8 @@ class Contest:
         """Start compiling. Raises Unable or OSError where that cannot be."""
         if (reason := compile_process.unfit(self.trace)) is not None:
             raise Unable(reason)
-        return compile_process.Compiling(self.trace, self.artifact, self.training, niceness)
+        training = self.original.training
+        return compile_process.Compiling(self.trace, self.artifact, training, niceness)
 
     def within(self, until: float, expected: Whole) -> Program | None:
         """Inductor's program if it is ready by `until` (of `time.perf_counter`), right and faster; a row of the report
@@ -134,16 +130,16 @@ class Contest:
             finally:
                 job.stop()
         except (Unable, OSError) as problem:
-            row = Row(EVERYTHING, OP, NAME, refused=str(problem))
-            self.report.rows = [*self.report.rows, row]
+            self.original.report.rows += [Row(EVERYTHING, OP, NAME, refused=str(problem))]
             return None
         return self.compared(job, expected)
 
     def compared(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
         """The program that a job has made, if it is right and faster than what there is; a row says what happened."""
-        row, report = Row(EVERYTHING, OP, NAME), self.report
+        row, original = Row(EVERYTHING, OP, NAME), self.original
+        report = original.report
         try:
-            rival = program(self.trace, job.made(), self.training, self.model)
+            rival = program(self.trace, job.made(), original.training, original.model)
             verdict = expected.judge(rival)
             row.error = verdict.error if verdict else None
             if not verdict or verdict.error > equivalence.GROWTH:
@@ -162,7 +158,7 @@ class Contest:
 
     def _faster(self, rival: Program, row: Row, error: float) -> bool:
         """Whether a program beats what there is; if so it takes that place, and the report tells its times."""
-        report = self.report
+        report = self.original.report
         samples, other = self._timed(rival)
         row.before_us, row.after_us = samples.median(other), samples.median("inductor")
         row.ratio = samples.ratio("inductor", other)
@@ -177,19 +173,20 @@ class Contest:
 
     def _timed(self, rival: Program) -> tuple[timer.Samples, str]:
         """Times beside the original's own call and beside what it would replace, and which of them that is."""
+        original = self.original
         programs = [rival] if self.ours is None else [rival, self.ours]
         wrt = [t for t in rival.state.values() if t.requires_grad]
-        with isolated(programs, self.given) as again:
+        with isolated(programs, original.given) as again:
             for each in programs:
                 if each.replay is None or mutates(each.graph):
                     each.capture()
 
             def call(model: Callable[..., Any]) -> Callable[[], Any]:
-                return lambda: graph_facts.step(called(model, again()), self.training, wrt)
+                return lambda: graph_facts.step(called(model, again()), original.training, wrt)
 
             if rival(*again()) is MISS:
                 raise Unable("the program does not fit its own example inputs")
-            steps = {"before": call(self.before), "inductor": call(rival.serving)}
+            steps = {"before": call(original.before), "inductor": call(rival.serving)}
             other = "before"
             if self.ours is not None:
                 steps[other := "ours"] = call(self.ours.serving)

@@ -33,6 +33,8 @@ from .decision import Decision
 
 MOST = 4000  # records of one file; the oldest go
 LOCK_S = 2.0  # for a file that another process is saving
+# what a report and a stored choice have in common
+TOLD = ("outcome", "reason", "rows", "error", "before_us", "after_us", "ratio", "watched")
 # key of an op -> when its plan was measured, None where nobody has
 Plans = dict[str, str | None]
 
@@ -60,22 +62,24 @@ class Choice:
     @classmethod
     def of(cls, report: Report, program: Any, banned: list[str], plans: Plans) -> Choice:
         """What a report says, and the program that is served from now on (None: the original)."""
+        told = {name: getattr(report, name) for name in TOLD}
+        if program is None:
+            return cls(captured=False, banned=banned, ways={}, plans=plans, **told)
         return cls(
-            report.outcome,
-            program is not None and program.replay is not None,
-            report.reason,
-            banned,
-            {} if program is None else dict(program.ways),
-            report.rows,
-            report.error,
-            report.before_us,
-            report.after_us,
-            report.ratio,
-            plans,
-            [] if program is None else [s.lanes for s in program.sections],
-            report.watched,
-            [] if program is None else sorted(program.function.sites.hurried),
+            captured=program.replay is not None,
+            banned=banned,
+            ways=dict(program.ways),
+            plans=plans,
+            sections=[s.lanes for s in program.sections],
+            hurried=sorted(program.function.sites.hurried),
+            **told,
         )
+
+    def tell(self, report: Report) -> None:
+        """Put what an earlier process has found into this one's report."""
+        vars(report).update({name: getattr(self, name) for name in TOLD})
+        report.watch = None
+        report.notes.append(f"decided and timed by an earlier process, {self.when}")
 
 
 class Stored:

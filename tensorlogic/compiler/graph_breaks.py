@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -33,10 +32,12 @@ from .runtime.program import Program
 from .trace import graph_facts
 from .trace.exporter import prepare, witness
 from .trace.model_copies import fresh, sharing, unwritten
-from .trace.traced_graph import Given, Original, Trace, counters
+from .trace.object_flattening import picking
+from .trace.traced_graph import Trace, counters
 from .verify import equivalence
 from .verify.call_effects import outcome, random_state, widely
 from .verify.gradients import opaque
+from .verify.whole_model import Given, Original
 
 # at a graph's own calls, before a program is made for it in the next: a first one is no measure
 LOOKS = 2
@@ -56,7 +57,7 @@ class Piece:
         self.traced: fx.GraphModule | None = None
         self.fixed: list[int] | None = None  # which inputs are parameters and buffers
         self.given: list[int] = []
-        self.weights = self.inputs = _picking(())
+        self.weights = self.inputs = picking(())
         # by the identities of those
         self.programs: dict[tuple[int, ...], Program | Later | None] = {}
         self.calls: dict[tuple[int, ...], int] = {}
@@ -67,7 +68,7 @@ class Piece:
             known = self.owner.known()
             self.fixed = [i for i, v in enumerate(flat) if id(v) in known]
             self.given = [i for i, v in enumerate(flat) if id(v) not in known]
-            self.weights, self.inputs = _picking(self.fixed), _picking(self.given)
+            self.weights, self.inputs = picking(self.fixed), picking(self.given)
         ids = tuple(map(id, self.weights(flat)))
         if ids not in self.programs and self.owner.making:
             calls = self.calls[ids] = self.calls.get(ids, 0) + 1
@@ -153,13 +154,6 @@ class Piece:
         )
 
 
-def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes the elements at these places, in C where there are several."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda flat: tuple(flat[i] for i in places)
-
-
 class Pieces:
     """A model's forward as Dynamo's graphs and the Python between them; code that it has not seen runs as it is."""
 
@@ -210,7 +204,7 @@ class Pieces:
 
     @property
     def programs(self) -> list[Program]:
-        """Of all graphs."""
+        """The programs of all graphs."""
         found = [p for piece in self.pieces for p in piece.programs.values() if p is not None]
         return [p.program if isinstance(p, Later) else p for p in found]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..cuda_graphs.captured_graph import FAILURES
 from ..guards.errors import MISS, Untraceable
@@ -23,9 +23,9 @@ from .trace.graph_facts import mutates, random_call
 from .trace.model_copies import fresh, sharing, unwritten
 from .trace.object_flattening import Flat, Objects
 from .trace.side_effects import Habits
-from .trace.traced_graph import Original, Trace
+from .trace.traced_graph import Trace
 from .verify import equivalence
-from .verify.whole_model import expected_inputs
+from .verify.whole_model import Original, expected_inputs
 
 
 def traced(
@@ -47,14 +47,13 @@ def traced(
     trace = trace_cache.traced(Flat(clone, objects), Flat(model, objects), tensors, {})
     if any(after != objects.after for after in objects.seen):
         raise Untraceable("while it is traced, the model leaves other objects")
-    nodes = [n for n in trace.graph.nodes if n.op in ("call_function", "get_attr")]
-    draws = any(map(random_call, nodes))
+    draws = any(map(random_call, trace.calls))
     if objects.answers and (draws or mutates(trace.graph)):
         raise Untraceable(
             "it asks whether numbers are finite, and no call of the graph could be taken back"
         )
     if not draws:
-        ours = _run(trace, nodes)
+        ours = _run(trace)
         held = not objects.answers or bool(ours.pop())
         if not held or not equivalence.alike(ours, objects.tensors):
             raise Untraceable("the graph's outputs are not the model's")
@@ -75,12 +74,11 @@ def foretell(
     return bool(told.answers)
 
 
-def _run(trace: Trace, nodes: list[fx.Node]) -> list[Tensor]:
+def _run(trace: Trace) -> list[Tensor]:
     """The inputs after a run of the graph, and its outputs."""
     values = expected_inputs(trace)
     with torch.no_grad():
-        equivalence.evaluate(nodes, values, trace.owner)
-    made: Any = fx.map_arg(trace.graph.output_node().args[0], lambda n: values[n.name])
+        made = equivalence.run(trace, values)
     return [*(values[n] for n in trace.inputs), *made]
 
 

@@ -39,9 +39,9 @@ from .trace.exporter import witness
 from .trace.graph_facts import constants
 from .trace.model_copies import fresh, sharing, undisturbed, unsearched, unwritten
 from .trace.side_effects import probe, takes_itself
-from .trace.traced_graph import Original
 from .tune.region_tuner import FAILURES
 from .verify import gradients as verify_gradients
+from .verify.whole_model import Original
 
 # seconds for measuring where the caller gives no other budget
 BUDGET_S = 2.0

@@ -32,14 +32,13 @@ from .rewrite.widen_pass import pays, widened
 from .runtime.program import Program
 from .trace import graph_facts
 from .trace.graph_facts import counts, device_of, mutates, writes
-from .trace.traced_graph import Original, Trace
+from .trace.traced_graph import Trace
 from .tune import stream_parallelism as tune_stream_parallelism
-from .tune.decision import Decision
-from .tune.decision_store import Choice, Stored, merged
+from .tune.decision_store import Choice, Decision, Stored, merged
 from .tune.region_graph import emit_way, full, ways_of
 from .tune.region_tuner import HEATS, Judge
 from .verify import equivalence
-from .verify.whole_model import Whole, confirmed, expected_inputs
+from .verify.whole_model import Original, Whole, confirmed, expected_inputs
 
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
@@ -53,7 +52,7 @@ MUST_GAIN = 0.98  # of the original's time that the whole may take
 
 
 def best(traced: Trace, original: Original) -> Program | None:
-    """The first of: rewritten, merely traced, that is right and faster than the original's call.
+    """The program that is right and faster than the original's own call; None where none is.
 
     Regions, times and, where None is returned, the reason go into the original's report.
     """
@@ -147,7 +146,7 @@ def _stands(program: Program, choice: Choice, expected: Whole, report: Report) -
 def _found(
     source: Trace, judge: Judge, expected: Whole, original: Original, budget_s: float
 ) -> tuple[Program | None, Plan | None]:
-    """Decide, check and time; the plan that was found right, beside its fastest program. The report says whether that pays."""
+    """Decide, check and time: the fastest program, and its plan where one was right. The report says whether it pays."""
     banned: set[str] = set()
     undone: list[Row] = []
     report = original.report
@@ -196,7 +195,7 @@ def _right(
 
 
 class Plan:
-    """Which regions stand and by what: undone are those that do not pay, until everything that stands does."""
+    """The regions to replace and the way for each; those that do not pay are undone until the rest does."""
 
     def __init__(self, traced: Trace, judge: Judge, banned: set[str]) -> None:
         self.traced, self.training, self.banned = traced, judge.training, banned
@@ -330,7 +329,7 @@ def _lay(graph: fx.Graph, strides: Sequence[Any]) -> None:
 
 
 def lie(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The tensor as it is where it has these strides, a copy that has them otherwise."""
+    """Return a tensor with these strides: itself where it has them, else a copy."""
     if value.stride() == stride:
         return value
     made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tensorlogic.compiler.rewrite.matcher import rewrite
 from tensorlogic.compiler.rewrite.rule_set import RULES
 from tensorlogic.compiler.runtime.program import Program
 from tensorlogic.compiler.trace.exporter import trace
+from tensorlogic.compiler.trace.serialization import packed, unpacked
 from tensorlogic.measure import timer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +39,7 @@ class Fake:
                 self, trace: Any, artifact: Path, training: bool, niceness: int = 0
             ) -> None:
                 owner.started += 1
-                graph = compile_process._unpacked(compile_process._packed(trace.graph))
+                graph = unpacked(pickle.loads(pickle.dumps(packed(trace.graph, values=False))))
                 owner.graphs[artifact] = fx.GraphModule(nn.Module(), graph)
                 self.artifact, self.failed, self.process = artifact, owner.failure or None, owner
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core import policy, weight_cache
+from ...cuda_graphs.captured_graph import FAILURES
 from ...guards.errors import first_line
 from ...guards.global_state import plain_modes
 from ...plans import open_stores
@@ -39,7 +40,6 @@ FIXED_S = 0.4
 TIMED_S = 0.15
 WIDE = 8  # bytes of a number in higher precision
 SWITCH_S = 1e-4  # between two looks whether another thread wants to run
-FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 
 
 _SWITCHING = threading.Lock()
@@ -47,7 +47,7 @@ _BEGUN: weakref.WeakSet[Later] = weakref.WeakSet()  # whose process has been sta
 
 
 def worthwhile(contest: Contest | None) -> bool:
-    """Whether Inductor may still enter, by itself."""
+    """Whether Inductor may compile in the background for a program."""
     return (
         contest is not None
         and settings.inductor()
@@ -58,7 +58,7 @@ def worthwhile(contest: Contest | None) -> bool:
 
 
 class Later:
-    """Serves calls by a program; counts them, and in the end gives way to the faster of it and Inductor's."""
+    """Serves calls by a program while Inductor compiles; in the end the faster of the two takes its place."""
 
     def __init__(
         self, program: Program, contest: Contest, decided: Callable[[Later, Program], None]
@@ -165,7 +165,7 @@ class Later:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """A call of any kind may begin and compare."""
+        """Keep random state and set the modes of a compilation: a call of any kind may begin and compare."""
         with (
             undisturbed(),
             torch.inference_mode(False),
@@ -174,14 +174,14 @@ class Later:
             yield
 
     def _close(self, program: Program) -> None:
-        """From now on the program serves without us."""
+        """Let the program serve without this object from now on."""
         self.program, self.look_at = program, 1 << 62
         program.contest = None
         self.decided(self, program)
 
 
 def _imported() -> None:
-    """What loading needs, seconds that no call shall wait for: imports, and which instructions the compiler knows."""
+    """Import what loading an artifact needs, and ask which instructions the compiler knows: no call shall wait seconds for that."""
     with _yielding(), contextlib.suppress(ImportError, AttributeError, *FAILURES, OSError):
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("torch._inductor.standalone_compile")
@@ -190,7 +190,7 @@ def _imported() -> None:
 
 @contextlib.contextmanager
 def _yielding() -> Iterator[None]:
-    """Python changes threads sooner meanwhile: calls beside an import of 1.5 s took 16 ms at the 99th percentile, 4 so, and three
+    """Shorten Python's thread switch interval meanwhile: calls beside an import of 1.5 s took 16 ms at the 99th percentile, 4 so, and three
     times as many got through (a Xeon of two cores). One thread at a time, so that each finds what the program has set."""
     with _SWITCHING:
         before = sys.getswitchinterval()

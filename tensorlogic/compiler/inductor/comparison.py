@@ -23,9 +23,9 @@ from ..runtime.program import Program
 from ..trace import graph_facts
 from ..trace.compiled_call import Compiled
 from ..trace.graph_facts import mutates, written
-from ..trace.traced_graph import Given, Original, Trace
+from ..trace.traced_graph import Trace
 from ..verify import equivalence
-from ..verify.whole_model import Whole, apart
+from ..verify.whole_model import Given, Original, Whole, apart
 from . import compile_process
 from .compile_process import Unable
 
@@ -40,29 +40,29 @@ LEAST_S = 5.0  # below which no compilation is begun
 def program(
     trace: Trace, function: Callable[..., Any], training: bool, model: nn.Module
 ) -> Program:
-    """The program whose one call is what Inductor has made."""
+    """A program whose single call is the function that Inductor compiled."""
     call = Compiled(function, mutates(trace.graph))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in trace.graph.nodes:
         if node.op == "placeholder":
             copies[node] = graph.node_copy(node)
-    outputs = list(dict.fromkeys(_leaves(trace.graph.output_node().args[0])))
+    outputs = list(dict.fromkeys(_leaves(trace.outputs)))
     made = graph.call_function(call, tuple(copies.values()))
-    for i, node in enumerate(_leaves(trace.graph.output_node().args[0])):
+    for i, node in enumerate(_leaves(trace.outputs)):
         if isinstance(node, fx.Node) and node in outputs and node not in copies:
             copies[node] = graph.call_function(operator.getitem, (made, i))
             copies[node].meta = {**node.meta, "constant": False}
-    graph.output(fx.map_arg(trace.graph.output_node().args[0], lambda n: copies[n]))
+    graph.output(fx.map_arg(trace.outputs, lambda n: copies[n]))
     return Program(trace, graph, {}, training, model)
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Inductor gives the outputs in this order."""
+    """The leaves of nested outputs, in the order in which Inductor returns them."""
     return pytree.tree_leaves(value, is_leaf=lambda v: v is None)
 
 
 def written_inputs(trace: Trace) -> list[int]:
-    """Which of the inputs a run of the graph writes to."""
+    """Positions of the inputs that a run of the graph writes to."""
     calls = [n for n in trace.graph.nodes if n.op == "call_function"]
     dirty = {storage(a) for n in calls for a in written(n)} - {None}
     places = {n.name: storage(n) for n in trace.graph.nodes if n.op == "placeholder"}
@@ -71,7 +71,7 @@ def written_inputs(trace: Trace) -> list[int]:
 
 @contextlib.contextmanager
 def isolated(programs: Sequence[Program], given: Given) -> Iterator[Callable[[], Given]]:
-    """Inside, what the programs write are copies of buffers and inputs; they are captured inside, and again afterwards.
+    """Let programs write to copies of buffers and inputs; they are captured inside, and again afterwards.
 
     Yields what gives the inputs for one call: those that calls write to hold what they held before.
     """
@@ -130,7 +130,8 @@ class Contest:
             finally:
                 job.stop()
         except (Unable, OSError) as problem:
-            self.original.report.rows += [Row(EVERYTHING, OP, NAME, refused=str(problem))]
+            report = self.original.report
+            report.rows = [*report.rows, Row(EVERYTHING, OP, NAME, refused=str(problem))]
             return None
         return self.compared(job, expected)
 
@@ -198,7 +199,7 @@ class Contest:
 
 
 def called(model: Callable[..., Any], given: Given) -> Any:
-    """Its output."""
+    """The output of a model for such arguments."""
     return model(*given[0], **given[1])
 
 
@@ -210,7 +211,7 @@ def settled(
     share: float,
     gain: float = GAIN,
 ) -> timer.Samples:
-    """Samples, as many as tell whether `name` is faster than `other`: few where that is plain, more on a busy machine."""
+    """Time calls until it is clear whether `name` is faster than `other`: few samples where that is plain, more on a busy machine."""
     for patience in (1, 2, 4):
         told = functools.partial(clearly, name=name, other=other, gain=gain)
         samples = timer.wall_samples(calls, device, patience * share, told=told)

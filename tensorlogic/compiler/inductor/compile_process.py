@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ...system import settings
 from ...system.compile_workers import give_way
 from ..trace.compiled_call import Look
 from ..trace.graph_facts import random_call
+from ..trace.serialization import packed, unpacked
 from ..trace.traced_graph import Trace
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -31,21 +32,14 @@ MOST = 256  # artifacts that are kept; the oldest go
 
 
 class Unable(Exception):
-    """Why Inductor has no part in serving a graph."""
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """A node in a graph that travels."""
-
-    name: str
+    """The reason why Inductor does not serve a graph."""
 
 
 @dataclass
 class Job:
     """What the compiling process is told: the graph as a list of calls, its inputs by what they look like."""
 
-    calls: list[tuple[str, str, Any, Any, Any]]
+    calls: list[Any]
     looks: list[Any]
     artifact: str
     training: bool
@@ -79,7 +73,7 @@ class Job:
         with torch.set_grad_enabled(self.training), now:
             with mode:
                 inputs = [v.tensor() if isinstance(v, Look) else v for v in self.looks]
-            module = fx.GraphModule(nn.Module(), _unpacked(self.calls))
+            module = fx.GraphModule(nn.Module(), unpacked(self.calls))
             with tracing(TracingContext(mode)):  # where every version looks for the inputs' mode
                 made = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context")
         made.save(path=f"{self.artifact}.part")
@@ -111,7 +105,7 @@ class Compiling:
         known = {n: t for n, (_, t) in trace.state.items()}
         known |= dict(zip(trace.inputs, trace.example, strict=True))
         job = Job(
-            _packed(trace.graph),
+            packed(trace.graph, values=False),
             [Look.at(known[n.name]) for n in trace.graph.nodes if n.op == "placeholder"],
             str(artifact),
             training,
@@ -134,7 +128,7 @@ class Compiling:
         give_way(self.process.pid, niceness)
 
     def wait(self, seconds: float) -> None:
-        """Until it is done, or time is over."""
+        """Wait until the process has ended, or for so many seconds."""
         late = ""
         try:
             self.process.wait(max(0.0, seconds))
@@ -175,7 +169,7 @@ def serve() -> None:
 
 
 def load(artifact: Path) -> Callable[..., Any]:
-    """What a process has compiled, as a function of the graph's inputs in their order, that gives a list.
+    """Load a compiled graph, as a function of its inputs in their order that returns a list.
 
     Raises:
         Unable: PyTorch cannot load it.
@@ -207,7 +201,7 @@ def _environment(cache: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _cached(folder: Path) -> Iterator[None]:
-    """Inductor looks for what it has made in another folder."""
+    """Point Inductor's cache at a folder."""
     before = os.environ.get(CACHE)
     os.environ[CACHE] = str(folder)
     try:
@@ -217,49 +211,3 @@ def _cached(folder: Path) -> Iterator[None]:
             del os.environ[CACHE]
         else:
             os.environ[CACHE] = before
-
-
-# Graphs that travel -------------------------------------------------------------------------------
-
-
-def _packed(graph: fx.Graph) -> list[tuple[str, str, Any, Any, Any]]:
-    packed = []
-    for node in graph.nodes:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            target = (target._schema.name, target._overloadname)
-        args = fx.node.map_aggregate(node.args, _ref)
-        kwargs = {k: fx.node.map_aggregate(v, _ref) for k, v in node.kwargs.items()}
-        packed.append((node.op, node.name, target, _plain(args), _plain(kwargs)))
-    return packed
-
-
-def _ref(value: Any) -> Any:
-    return _Ref(value.name) if isinstance(value, fx.Node) else value
-
-
-def _plain(value: Any) -> Any:
-    """Lists and tuples of Python's own in the place of PyTorch's unchanging ones."""
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
-
-
-def _unpacked(calls: Sequence[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
-    graph, nodes = fx.Graph(), dict[str, fx.Node]()
-
-    def known(value: Any) -> Any:
-        return nodes[value.name] if isinstance(value, _Ref) else value
-
-    for op, name, target, args, kwargs in calls:
-        if isinstance(target, tuple):
-            space, _, word = target[0].partition("::")
-            target = getattr(getattr(getattr(torch.ops, space), word), target[1] or "default")
-        given = fx.node.map_aggregate(args, known)
-        words = {k: fx.node.map_aggregate(v, known) for k, v in kwargs.items()}
-        nodes[name] = graph.create_node(op, target, given, words, name)
-    return graph

@@ -19,8 +19,8 @@ from ...ops.linear import linear
 from ...ops.matmul import matmul
 from ..reporting.report import Row
 from ..runtime.program import Program
-from ..trace.traced_graph import Original, Trace
-from ..verify.whole_model import confirmed
+from ..trace.traced_graph import Trace
+from ..verify.whole_model import Original, confirmed
 
 aten: Any = torch.ops.aten
 

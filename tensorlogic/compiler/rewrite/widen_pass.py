@@ -26,12 +26,8 @@ def pays(trace: Trace, device: torch.device) -> bool:
     plain = all(n.op in ("placeholder", "call_function", "output") for n in nodes)
     aliases = any(n.op == "placeholder" for n in trace.graph.output_node().all_input_nodes)
     opaque = any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in nodes)
-    return (
-        plain
-        and not aliases
-        and not opaque
-        and not any(n.op == "call_function" and writes(n) for n in nodes)
-    )
+    written = any(n.op == "call_function" and writes(n) for n in nodes)
+    return plain and not (aliases or opaque or written)
 
 
 def widened(trace: Trace) -> Trace:

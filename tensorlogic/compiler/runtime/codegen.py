@@ -137,12 +137,8 @@ class Function:
         owner: torch.nn.Module | None = None,
         forced: Mapping[str, str] | None = None,
     ) -> None:
-        self.nodes, self.inputs, self.outputs, self.owner = (
-            list(nodes),
-            list(inputs),
-            outputs,
-            owner,
-        )
+        self.nodes, self.inputs = list(nodes), list(inputs)
+        self.outputs, self.owner = outputs, owner
         self.scope: dict[str, Any] = {}
         self.sites = Sites(forced)
         self.quick: dict[str, Callable[..., Any]] = {}
@@ -258,15 +254,10 @@ class Function:
             if value.name in self._values:
                 self.scope[_name(value.name)] = self._values[value.name]
             return _name(value.name)
-        if isinstance(value, (tuple, list)):
-            inner = ", ".join(self._text(v) for v in value)
-            return (
-                f"({inner},)"
-                if isinstance(value, tuple) and value
-                else f"[{inner}]"
-                if isinstance(value, list)
-                else "()"
-            )
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self._text(v)}, ' for v in value)})"
         if isinstance(value, slice):
             return f"slice({self._text(value.start)}, {self._text(value.stop)}, {self._text(value.step)})"
         if isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,28 +10,7 @@ from torch import Tensor, fx, nn
 
 if TYPE_CHECKING:
     from ...guards.global_state import Asked
-    from ..reporting.report import Report
     from .object_flattening import Objects
-
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass
-class Original:
-    """The model that a program shall replace: its own call on the example, and what the program must do."""
-
-    model: nn.Module  # the copy that programs watch
-    before: Callable[..., Any]
-    given: Given  # example arguments
-    training: bool
-    report: Report
-    budget_s: float
-    until: float = 0.0  # of `time.perf_counter`, for Inductor; 0 where it does not compete yet
-
-    def call(self) -> Any:
-        """The output of the model's own code on the example."""
-        return self.before(*self.given[0], **self.given[1])
 
 
 @dataclass
@@ -53,6 +32,16 @@ class Trace:
     asked: Asked | None = None
     # what the model itself gave, where nothing was compared yet
     theirs: Sequence[Tensor] | None = None
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """What a run evaluates, in its order."""
+        return [n for n in self.graph.nodes if n.op in ("call_function", "get_attr")]
+
+    @property
+    def outputs(self) -> Any:
+        """The nodes that a run gives, nested as the model's output."""
+        return self.graph.output_node().args[0]
 
 
 def counters(

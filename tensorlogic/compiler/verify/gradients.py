@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...cuda_graphs.captured_graph import FAILURES
 from ...guards.errors import Untraceable, first_line
 from ..trace import graph_facts
 from ..trace.model_copies import fresh, sharing, undisturbed, unwritten
@@ -20,7 +21,6 @@ from .whole_model import expected_inputs
 # whose functions have the gradients of what they compute
 OWN = ("tensorlogic", "torch.utils.checkpoint")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 SEED = 20
 
 
@@ -88,7 +88,8 @@ def same(traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
                 values[name] = v.detach().clone().requires_grad_(v.requires_grad)
         asking = [values[n] for n in traced.inputs if isinstance(values[n], Tensor)]
         torch.manual_seed(SEED)
-        made = _recorded(_run(traced, values))
+        with torch.enable_grad():
+            made = _recorded(equivalence.run(traced, values, dropping=True))
         wrt = [*(values[n] for n in names), *(v for v in asking if v.requires_grad)]
         ours = _gradients(made, wrt)
     if not equivalence.close(made, outs):
@@ -97,13 +98,6 @@ def same(traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
         raise Untraceable("the graph's outputs are not the model's")
     if not equivalence.close(ours, theirs):
         raise Untraceable("the graph's gradients are not the model's")
-
-
-def _run(traced: Trace, values: dict[str, Any]) -> Any:
-    nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
-    with torch.enable_grad():
-        equivalence.evaluate(nodes, values, traced.owner, dropping=True)
-    return fx.map_arg(traced.graph.output_node().args[0], lambda n: values[n.name])
 
 
 def _recorded(value: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..measure import timer
 from ..system import compile_pool, settings
 from .inductor import compile_process
 from .inductor.comparison import OP as CONTEST
-from .inductor.comparison import Contest, called, isolated, settled
+from .inductor.comparison import Contest, isolated, settled, stepping
 from .inductor.comparison import program as compiled
 from .inductor.compile_process import Unable
 from .reporting.report import Report, Row
@@ -30,7 +30,6 @@ from .rewrite.matcher import Region, again, rewrite
 from .rewrite.rule_set import RULES
 from .rewrite.widen_pass import pays, widened
 from .runtime.program import Program
-from .trace import graph_facts
 from .trace.graph_facts import counts, device_of, mutates, writes
 from .trace.traced_graph import Trace
 from .tune import stream_parallelism as tune_stream_parallelism
@@ -338,13 +337,9 @@ def lie(value: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 def _timed(programs: Sequence[Program], original: Original, budget_s: float) -> Program | None:
     """The fastest program, timed beside the original's own call with what guards it included; the report says whether it pays."""
-    report, training = original.report, original.training
-    wrt = [t for t in programs[0].state.values() if t.requires_grad]
+    report, wrt = original.report, [t for t in programs[0].state.values() if t.requires_grad]
     with isolated(programs, original.given) as again:
-
-        def call(model: Any) -> Callable[[], Any]:
-            return lambda: graph_facts.step(called(model, again()), training, wrt)
-
+        call = stepping(original, again, wrt)
         calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
         for program in programs:
             reason = program.capture()

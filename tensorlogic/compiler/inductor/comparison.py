@@ -181,10 +181,7 @@ class Contest:
             for each in programs:
                 if each.replay is None or mutates(each.graph):
                     each.capture()
-
-            def call(model: Callable[..., Any]) -> Callable[[], Any]:
-                return lambda: graph_facts.step(called(model, again()), original.training, wrt)
-
+            call = stepping(original, again, wrt)
             if rival(*again()) is MISS:
                 raise Unable("the program does not fit its own example inputs")
             steps = {"before": call(original.before), "inductor": call(rival.serving)}
@@ -198,9 +195,19 @@ class Contest:
         return samples, other
 
 
-def called(model: Callable[..., Any], given: Given) -> Any:
-    """The output of a model for such arguments."""
-    return model(*given[0], **given[1])
+def stepping(
+    original: Original, again: Callable[[], Given], wrt: Sequence[Tensor]
+) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+    """Makes a timed call of a model: on the inputs that `again` gives, with its backward pass in training."""
+
+    def call(model: Callable[..., Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            args, kwargs = again()
+            return graph_facts.step(model(*args, **kwargs), original.training, wrt)
+
+        return run
+
+    return call
 
 
 def settled(

@@ -14,9 +14,8 @@ ELEMENTWISE = frozenset(
               "native_layer_norm", "_softmax", "_log_softmax", "native_batch_norm", "native_dropout")
     for s in ("", "_")
 )  # fmt: skip
-PRODUCTS = frozenset(
-    f"aten::{n}" for n in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")
-)
+KINDS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")
+PRODUCTS = frozenset(f"aten::{n}" for n in KINDS)
 HALVES = ("float16", "bfloat16")
 
 
@@ -33,7 +32,7 @@ def opportunities(look: dict[str, Any], seconds: float) -> list[Opportunity]:
     # watched calls are waited for, and the first are cold
     shrunk = min(1.0, seconds / max(seen, 1e-12))
     spent = [{**s, "seconds": s["seconds"] * shrunk} for s in look["spent"]]
-    found = [*_conversions(spent), *_transfers(spent), *_passes(spent), *_float32(spent, look)]
+    found = [*_sums(spent), *_float32(spent, look)]
     found += [*_launches(look, seconds), *_fresh(spent, look), *_batches(look)]
     ranked = []
     for o in sorted(found, key=lambda o: -o.above_us):
@@ -79,50 +78,25 @@ def _made(what: str, at: str, us: float, cause: str, remedy: str, effort: str) -
     return Opportunity(what, at, us, 0.0, cause, remedy, effort, ())
 
 
-def _sum(spent: list[dict[str, Any]], ops: Any) -> tuple[float, int, str]:
-    """Microseconds, calls, and the arguments that take most."""
-    some = [s for s in spent if s["op"] in ops]
-    most = some[0]["shapes"] if some else ""
-    return 1e6 * sum(s["seconds"] for s in some), sum(s["calls"] for s in some), most
+# operations; which part of their time goes; what they are called; cause, remedy and its effort
+SUMS: tuple[tuple[frozenset[str], float, str, str, str, str], ...] = (
+    (frozenset({"aten::_to_copy"}), 1.0, "conversions", "conversion between dtypes or layouts",
+     "keep values in one dtype from layer to layer; convert weights once, before the loop", "medium"),
+    (frozenset({"aten::copy_", "aten::_local_scalar_dense"}), 1.0, "copies and reads of single values",
+     "transfer: values are copied, or waited for one by one",
+     "copy into pinned memory once a batch; call `.item()` outside the loop", "low"),
+    # what a fused pass reads and writes less, at most
+    (ELEMENTWISE, 0.5, "element-wise operations and norms on their own", PASSES,
+     "`tensorlogic.optimize(model, inputs)`, or the fused functions", "low"),
+)  # fmt: skip
 
 
-def _conversions(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
-    us, calls, at = _sum(spent, {"aten::_to_copy"})
-    if calls:
-        yield _made(
-            f"{calls} conversions",
-            at,
-            us,
-            "conversion between dtypes or layouts",
-            "keep values in one dtype from layer to layer; convert weights once, before the loop",
-            "medium",
-        )
-
-
-def _transfers(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
-    us, calls, at = _sum(spent, {"aten::copy_", "aten::_local_scalar_dense"})
-    if calls and us:
-        yield _made(
-            f"{calls} copies and reads of single values",
-            at,
-            us,
-            "transfer: values are copied, or waited for one by one",
-            "copy into pinned memory once a batch; call `.item()` outside the loop",
-            "low",
-        )
-
-
-def _passes(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
-    us, calls, at = _sum(spent, ELEMENTWISE)
-    if calls:
-        yield _made(
-            f"{calls} element-wise operations and norms on their own",
-            at,
-            0.5 * us,  # what a fused pass reads and writes less, at most
-            PASSES,
-            "`tensorlogic.optimize(model, inputs)`, or the fused functions",
-            "low",
-        )
+def _sums(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
+    for ops, part, name, cause, remedy, effort in SUMS:
+        some = [s for s in spent if s["op"] in ops]
+        calls, us = sum(s["calls"] for s in some), 1e6 * sum(s["seconds"] for s in some)
+        if us:
+            yield _made(f"{calls} {name}", some[0]["shapes"], part * us, cause, remedy, effort)
 
 
 def _float32(spent: list[dict[str, Any]], look: dict[str, Any]) -> Iterator[Opportunity]:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ...cuda_graphs.captured_graph import FAILURES
 from ...guards.errors import Untraceable, first_line
+from ...guards.tensor_tree import steps_of
 from ..trace import graph_facts
 from ..trace.model_copies import fresh, sharing, undisturbed, unwritten
 from ..trace.traced_graph import Trace
@@ -39,19 +40,9 @@ class _Hooked(TorchFunctionMode):
 
 def written_by_hand(outs: Sequence[Tensor]) -> str:
     """A torch.autograd.Function that these outputs went through, by its name; "" where there is none."""
-    waiting: list[Any] = [o.grad_fn for o in outs if o.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            kind = getattr(type(node), "_forward_cls", type(node))
-            if not kind.__module__.startswith(OWN):
-                return str(kind.__qualname__)
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                waiting.append(after)
-    return ""
+    steps = (n for n in steps_of(outs) if isinstance(n, torch.autograd.function.BackwardCFunction))
+    kinds = (getattr(type(node), "_forward_cls", type(node)) for node in steps)
+    return next((str(k.__qualname__) for k in kinds if not k.__module__.startswith(OWN)), "")
 
 
 def opaque(graph: fx.GraphModule) -> str:

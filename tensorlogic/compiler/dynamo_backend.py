@@ -14,15 +14,25 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..guards.errors import first_line
 from ..ops.attention.rewrite import RULES as ATTENTION
+from ..ops.dropout_linear.rewrite import EVALUATION
+from ..ops.dropout_linear.rewrite import RULES as DROPOUT
+from ..ops.gelu_linear.rewrite import RULES as GELU_LINEAR
+from ..ops.layer_norm_linear.rewrite import RULES as LAYER_NORM_LINEAR
+from ..ops.linear.rewrite import RULES as LINEAR
+from ..ops.linear_batch_norm_relu.rewrite import RULES as BATCH_NORM
+from ..ops.pointwise.rewrite import ACTIVATIONS
 from ..ops.softmax_cross_entropy.rewrite import RULES as CROSS_ENTROPY
 from .rewrite.matcher import rewrite
-from .rewrite.precision_rules import PRODUCTS
 from .trace.graph_facts import writes
 from .verify.gradients import opaque
 
 LOG = logging.getLogger("tensorlogic")
 LEFTOVERS = ("inductor", "eager")
-RULES = (*ATTENTION, *CROSS_ENTROPY, *PRODUCTS)  # element-wise chains are what Inductor does well
+# products and attention: element-wise chains are what Inductor does well
+RULES = (
+    *ATTENTION, *CROSS_ENTROPY, *EVALUATION, *ACTIVATIONS, *LINEAR[:4], *DROPOUT, *BATCH_NORM, *LINEAR[4:],
+    *LAYER_NORM_LINEAR, *GELU_LINEAR,
+)  # fmt: skip
 FAILURES = (
     RuntimeError,
     ValueError,

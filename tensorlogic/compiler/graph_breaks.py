@@ -6,7 +6,7 @@ import copy
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -32,10 +32,12 @@ from .runtime.program import Program
 from .trace import graph_facts
 from .trace.exporter import prepare, witness
 from .trace.model_copies import fresh, sharing, unwritten
+from .trace.object_flattening import picking
 from .trace.traced_graph import Trace, counters
 from .verify import equivalence
 from .verify.call_effects import outcome, random_state, widely
 from .verify.gradients import opaque
+from .verify.whole_model import Given, Original
 
 # at a graph's own calls, before a program is made for it in the next: a first one is no measure
 LOOKS = 2
@@ -55,7 +57,7 @@ class Piece:
         self.traced: fx.GraphModule | None = None
         self.fixed: list[int] | None = None  # which inputs are parameters and buffers
         self.given: list[int] = []
-        self.weights = self.inputs = _picking(())
+        self.weights = self.inputs = picking(())
         # by the identities of those
         self.programs: dict[tuple[int, ...], Program | Later | None] = {}
         self.calls: dict[tuple[int, ...], int] = {}
@@ -66,7 +68,7 @@ class Piece:
             known = self.owner.known()
             self.fixed = [i for i, v in enumerate(flat) if id(v) in known]
             self.given = [i for i, v in enumerate(flat) if id(v) not in known]
-            self.weights, self.inputs = _picking(self.fixed), _picking(self.given)
+            self.weights, self.inputs = picking(self.fixed), picking(self.given)
         ids = tuple(map(id, self.weights(flat)))
         if ids not in self.programs and self.owner.making:
             calls = self.calls[ids] = self.calls.get(ids, 0) + 1
@@ -94,7 +96,7 @@ class Piece:
         owner, report = self.owner, Report()
         share = owner.share((id(self), ids))
         alike = any(p is not None for p in self.programs.values())  # what it chose is known
-        if not (share or alike or owner.left > -OVER * owner.budget_s) or not any(
+        if not (share or alike or owner.left > -OVER * owner.original.budget_s) or not any(
             isinstance(v, Tensor) for v in flat
         ):
             return None
@@ -109,11 +111,11 @@ class Piece:
         try:
             traced = self._trace(flat)
             begin = time.perf_counter()
-            example: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(traced.example), {})
+            given: Given = tuple(traced.example), {}
             nothing = nn.Module()  # Dynamo's own guards watch the model
-            program = best(
-                traced, nothing, before, owner.training, share, report, example, owner.until
-            )
+            part = replace(owner.original, model=nothing, before=before, given=given)
+            part.report, part.budget_s = report, share
+            program = best(traced, part)
             owner.left -= time.perf_counter() - begin
         except (Untraceable, *FAILURES) as problem:
             report.reason = first_line(problem)
@@ -127,7 +129,7 @@ class Piece:
         if self.traced is None:
             if name := opaque(self.graph):
                 raise Untraceable(f"a graph with gradients of its own ({name})")
-            with torch.set_grad_enabled(self.owner.training):
+            with torch.set_grad_enabled(self.owner.original.training):
                 self.traced = make_fx(
                     self.graph, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True
                 )(*flat)
@@ -152,31 +154,23 @@ class Piece:
         )
 
 
-def _picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes the elements at these places, in C where there are several."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda flat: tuple(flat[i] for i in places)
-
-
 class Pieces:
     """A model's forward as Dynamo's graphs and the Python between them; code that it has not seen runs as it is."""
 
-    def __init__(
-        self, model: nn.Module, training: bool, budget_s: float, dynamic: bool, until: float = 0.0
-    ) -> None:
-        self.model, self.training, self.until = model, training, until
-        self.budget_s = budget_s
-        self.left = budget_s  # seconds for making programs
+    def __init__(self, original: Original, dynamic: bool) -> None:
+        self.model = original.model
+        # holds neither the caller's inputs nor the caller's model
+        self.original = replace(original, before=self.model, given=((), {}))
+        self.left = original.budget_s  # seconds for making programs
         self.making = True  # programs, while `pieces` calls the model
         self.waiting: dict[Any, float] = {}  # seconds of graphs for which there is none yet
         self.reports: list[Report] = []
         self.pieces: list[Piece] = []
         self.symbolic: list[fx.GraphModule] = []  # graphs whose sizes may vary
         self.graphs = 0
-        self.hooks = Hooks(model).holds  # which Dynamo's guards leave out
-        forward = _own(getattr(type(model).__mro__[2], "forward", None))
-        method = MethodType(forward, model)
+        self.hooks = Hooks(self.model).holds  # which Dynamo's guards leave out
+        forward = _own(getattr(type(self.model).__mro__[2], "forward", None))
+        method = MethodType(forward, self.model)
         self.first = torch.compile(method, backend=_weakly(self), dynamic=dynamic)
         self.later = torch._dynamo.run(method)  # with what is compiled; never compiles
 
@@ -210,7 +204,7 @@ class Pieces:
 
     @property
     def programs(self) -> list[Program]:
-        """Of all graphs."""
+        """The programs of all graphs."""
         found = [p for piece in self.pieces for p in piece.programs.values() if p is not None]
         return [p.program if isinstance(p, Later) else p for p in found]
 
@@ -225,7 +219,7 @@ class Pieces:
                     i: program if p is later else p for i, p in piece.programs.items()
                 }
             report.rows = [row for r in reports for row in r.rows]
-            notes = (n for n in later.contest.report.notes if n not in report.notes)
+            notes = (n for n in later.contest.original.report.notes if n not in report.notes)
             report.notes.extend(notes)
 
         for piece in self.pieces:
@@ -279,23 +273,16 @@ def _own(forward: Any) -> Any:
     return own
 
 
-def pieces(
-    clone: nn.Module,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    training: bool,
-    budget_s: float,
-    report: Report,
-    dynamic: bool = False,
-    until: float = 0.0,
-) -> Pieces | None:
+def pieces(original: Original, dynamic: bool = False) -> Pieces | None:
     """The model in pieces if that is right and faster; else None, with the reason in the report.
 
     Raises:
         Untraceable: Dynamo does not know the model's code.
     """
-    made = Pieces(clone, training, budget_s, dynamic, until)
+    clone, model, (args, kwargs) = original.model, original.before, original.given
+    training, report = original.training, original.report
+    assert isinstance(model, nn.Module)
+    made = Pieces(original, dynamic)
     with witness(), unwritten(clone):
         twin = sharing(model, buffers=False)
         before = random_state()
@@ -327,18 +314,12 @@ def pieces(
             why = verdict.reason or f"error {verdict.error:.2f} times the original's"
             report.reason = f"the model in pieces is not right: {why}"
             return None
-    return made if _faster(made, twin, args, kwargs, budget_s, report) else None
+    return made if _faster(made, twin, original) else None
 
 
-def _faster(
-    made: Pieces,
-    twin: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    budget_s: float,
-    report: Report,
-) -> bool:
+def _faster(made: Pieces, twin: nn.Module, original: Original) -> bool:
     """Time both on the example; where a call changes its inputs, each call has its own, on both sides."""
+    (args, kwargs), report = original.given, original.report
     given = fresh(args, kwargs)
     wrt = [p for p in made.model.parameters() if p.requires_grad]
 
@@ -350,7 +331,7 @@ def _faster(
     def call(model: Callable[..., Any]) -> Callable[[], Any]:
         def run() -> Any:
             a, k = fresh(args, kwargs) if changing else given
-            return graph_facts.step(model(*a, **k), made.training, wrt)
+            return graph_facts.step(model(*a, **k), original.training, wrt)
 
         return run
 
@@ -360,7 +341,7 @@ def _faster(
         changing = changes()
         given = fresh(args, kwargs) if changing else given
         pair = {"before": call(twin), "after": call(made.serving)}
-        share = max(0.3, budget_s / 8)
+        share = max(0.3, original.budget_s / 8)
         samples = settled(pair, device, "after", "before", share, MUST_GAIN)
     if not pays_off(report, samples, "after"):
         return False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..cuda_graphs.captured_graph import FAILURES
 from ..guards.errors import MISS, Untraceable
@@ -15,7 +16,6 @@ from ..guards.global_state import plain_modes
 from . import trace_cache
 from .inductor.background_compile import Later
 from .program_search import best
-from .reporting.report import Report
 from .runtime.call_signature import Form
 from .runtime.program import Program
 from .trace.exporter import witness
@@ -25,7 +25,7 @@ from .trace.object_flattening import Flat, Objects
 from .trace.side_effects import Habits
 from .trace.traced_graph import Trace
 from .verify import equivalence
-from .verify.whole_model import expected_inputs
+from .verify.whole_model import Original, expected_inputs
 
 
 def traced(
@@ -47,14 +47,13 @@ def traced(
     trace = trace_cache.traced(Flat(clone, objects), Flat(model, objects), tensors, {})
     if any(after != objects.after for after in objects.seen):
         raise Untraceable("while it is traced, the model leaves other objects")
-    nodes = [n for n in trace.graph.nodes if n.op in ("call_function", "get_attr")]
-    draws = any(map(random_call, nodes))
+    draws = any(map(random_call, trace.calls))
     if objects.answers and (draws or mutates(trace.graph)):
         raise Untraceable(
             "it asks whether numbers are finite, and no call of the graph could be taken back"
         )
     if not draws:
-        ours = _run(trace, nodes)
+        ours = _run(trace)
         held = not objects.answers or bool(ours.pop())
         if not held or not equivalence.alike(ours, objects.tensors):
             raise Untraceable("the graph's outputs are not the model's")
@@ -75,12 +74,11 @@ def foretell(
     return bool(told.answers)
 
 
-def _run(trace: Trace, nodes: list[fx.Node]) -> list[Tensor]:
+def _run(trace: Trace) -> list[Tensor]:
     """The inputs after a run of the graph, and its outputs."""
     values = expected_inputs(trace)
     with torch.no_grad():
-        equivalence.evaluate(nodes, values, trace.owner)
-    made: Any = fx.map_arg(trace.graph.output_node().args[0], lambda n: values[n.name])
+        made = equivalence.run(trace, values)
     return [*(values[n] for n in trace.inputs), *made]
 
 
@@ -94,27 +92,18 @@ class Apart:
         self.form, self.pure = Form(self.model, args, kwargs), program.pure
 
     @classmethod
-    def best(
-        cls,
-        traced: Trace,
-        model: nn.Module,
-        before: Callable[..., Any],
-        budget_s: float,
-        report: Report,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        until: float,
-    ) -> Apart | None:
-        """As `choosing.best`, of a graph that `traced` has made."""
+    def best(cls, traced: Trace, original: Original) -> Apart | None:
+        """As `program_search.best`, of a graph that `traced` has made."""
         objects = traced.objects
         assert objects is not None
 
         def called(*tensors: Tensor) -> Any:
             args, kwargs = objects.around(tensors)[:2]
-            return before(*args, **kwargs)
+            return original.before(*args, **kwargs)
 
-        example: tuple[tuple[Any, ...], dict[str, Any]] = tuple(traced.example), {}
-        found = best(traced, model, called, False, budget_s, report, example, until)
-        return None if found is None else cls(found, *given)
+        tensors = replace(original, before=called, given=(tuple(traced.example), {}))
+        found = best(traced, tensors)
+        return None if found is None else cls(found, *original.given)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output, or `MISS`."""

@@ -7,6 +7,7 @@ import functools
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +41,7 @@ from .trace.model_copies import fresh, sharing, undisturbed, unsearched, unwritt
 from .trace.side_effects import probe, takes_itself
 from .tune.region_tuner import FAILURES
 from .verify import gradients as verify_gradients
+from .verify.whole_model import Original
 
 # seconds for measuring where the caller gives no other budget
 BUDGET_S = 2.0
@@ -143,10 +145,10 @@ def optimize(
         budget_s: seconds that measuring may take beside tracing (2 by default, 5 for training). What was found is kept in
             the user's cache folder: a later process with the same model, inputs, machine and versions checks it and times
             nothing, unless it asks for a larger budget, or under policy(tune="full"). Of a budget that is given, half is
-            for PyTorch's Inductor: what it compiles by then, of the whole model and of what the rewrites left over, each in a
-            process of its own, is checked, timed beside what was found, and serves where it is faster (`TENSORLOGIC_INDUCTOR=0`
+            for PyTorch's Inductor: what it makes of the whole model by then, in a process of its own,
+            is checked, timed beside what was found, and serves where it is faster (`TENSORLOGIC_INDUCTOR=0`
             keeps it out). It takes 5 to 60 s. Without `budget_s` nothing waits for it: it is compiled in the background once the calls have taken
-            20 s (2 s on a GPU whose machine has cores and memory to spare), and compared during two calls, within 5 % of the time
+            20 s (2 s on a GPU whose machine has cores and memory to spare), and compared during one call, within 5 % of the time
             that calls have taken by then. Where no call may ever take longer, give a `budget_s`.
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
@@ -188,7 +190,9 @@ def optimize(
     copies = weight_cache.CACHE.names()
     try:
         with process.young(), unsearched(), unhooked(model.parameters()):
-            served = _program(model, args, kwargs, training, budget, dynamic, report, asked, until)
+            given = args, kwargs
+            original = Original(model, model, given, training, report, budget, until)
+            served = _program(original, dynamic, asked)
     except (Untraceable, NotImplementedError) as problem:  # such as sparse tensors bring about
         if asked is not None:
             raise ValueError(
@@ -306,17 +310,11 @@ def _unfit(model: nn.Module) -> str | None:
 
 
 def _program(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    training: bool,
-    budget_s: float,
-    dynamic: bool,
-    report: Report,
-    asked: Precision | None = None,
-    until: float = 0.0,
+    original: Original, dynamic: bool, asked: Precision | None
 ) -> Program | Pieces | Kept | Apart | None:
     """What serves the model from now on: one program, or one for each graph that Dynamo cuts; None for itself."""
+    model, (args, kwargs) = original.model, original.given
+    training, report = original.training, original.report
     reason = _unfit(model)
     if any(t.is_nested for t in tensors_in((args, kwargs))):
         reason = reason or "an input is a nested tensor, whose sizes no graph can be made for"
@@ -379,21 +377,17 @@ def _program(
                 raise
             report.notes.append(f"not one graph: {problem}")
             report.look()
-            clone = _extended(made())  # the first may have been left half traced
-            return pieces(clone, model, args, kwargs, training, budget_s, report, dynamic, until)
+            # the first may have been left half traced
+            return pieces(replace(original, model=_extended(made())), dynamic)
         _extended(clone)
         if training:
             constants(traced.graph, set())
-        before = sharing(model, buffers=False)
+        original = replace(original, model=clone, before=sharing(model, buffers=False))
         try:
             if asked is not None:
                 report.look()
-                return precisely(traced, clone, before, asked, training, report, (args, kwargs))
-            if traced.objects is None:
-                return best(
-                    traced, clone, before, training, budget_s, report, (args, kwargs), until
-                )
-            return Apart.best(traced, clone, before, budget_s, report, (args, kwargs), until)
+                return precisely(traced, original, asked)
+            return (best if traced.objects is None else Apart.best)(traced, original)
         except FAILURES as problem:  # what PyTorch raises where a graph cannot run
             raise Untraceable(f"the graph does not run: {first_line(problem)}") from problem
 

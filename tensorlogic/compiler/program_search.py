@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from ..guards import tensor_tree
 from ..guards.errors import MISS, Untraceable
 from ..measure import timer
 from ..system import compile_pool, settings
-from .inductor import compile_process, partition
+from .inductor import compile_process
 from .inductor.comparison import OP as CONTEST
-from .inductor.comparison import Contest, called, isolated, settled
+from .inductor.comparison import Contest, isolated, settled, stepping
 from .inductor.comparison import program as compiled
 from .inductor.compile_process import Unable
 from .reporting.report import Report, Row
@@ -30,16 +30,14 @@ from .rewrite.matcher import Region, again, rewrite
 from .rewrite.rule_set import RULES
 from .rewrite.widen_pass import pays, widened
 from .runtime.program import Program
-from .trace import graph_facts
 from .trace.graph_facts import counts, device_of, mutates, writes
 from .trace.traced_graph import Trace
 from .tune import stream_parallelism as tune_stream_parallelism
-from .tune.decision import Decision
-from .tune.decision_store import Choice, Stored, merged
+from .tune.decision_store import Choice, Decision, Stored, merged
 from .tune.region_graph import emit_way, full, ways_of
 from .tune.region_tuner import HEATS, Judge
 from .verify import equivalence
-from .verify.whole_model import Whole, confirmed, expected_inputs
+from .verify.whole_model import Original, Whole, confirmed, expected_inputs
 
 ATTEMPTS = 8  # at a program whose error as a whole does not grow
 ROUNDS = 4  # times that regions are formed again after some were undone
@@ -52,81 +50,58 @@ TURNS = 1.1
 MUST_GAIN = 0.98  # of the original's time that the whole may take
 
 
-def best(
-    traced: Trace,
-    model: nn.Module,
-    before: Callable[..., Any],
-    training: bool,
-    budget_s: float,
-    report: Report,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    until: float = 0.0,
-) -> Program | None:
-    """The first of: rewritten, merely traced, that is right and faster than `before`, the original on `given`.
+def best(traced: Trace, original: Original) -> Program | None:
+    """The program that is right and faster than the original's own call; None where none is.
 
-    `model` is watched by the program. Regions, times and, where None is returned, the reason go into `report`. Until the
-    time `until` (of `time.perf_counter`), Inductor may compete with what was found.
+    Regions, times and, where None is returned, the reason go into the original's report.
     """
-    device = device_of(traced)
-    stored = Stored(traced, device, training, budget_s)
+    device, training, report = device_of(traced), original.training, original.report
+    stored = Stored(traced, device, training, original.budget_s)
     choice = stored.whole()
-    if choice is not None and choice.by_inductor and not settings.inductor():
+    if choice is not None and choice.outcome == "compiled" and not settings.inductor():
         choice = None
     if choice is not None and choice.outcome == "original":
-        _told(report, choice)
+        choice.tell(report)
         return None
     expected = confirmed(traced, training)
     source = widened(traced) if not training and pays(traced, device) else traced
     path = compile_process.place(stored.artifact)
     if choice is not None:
-        if choice.outcome == "compiled":
-            program = _loaded(choice, traced, model, expected, path, report)
-        else:
-            program = _again(choice, source, model, expected, path, report)
+        again = _loaded if choice.outcome == "compiled" else _again
+        program = again(choice, source, original, expected, path)
         if program is not None:
             if not any(r.op == CONTEST for r in choice.rows):
-                program.contest = Contest(
-                    traced, program, program, before, model, training, path, report, given
-                )
-                program.contest.keep = stored.keeper(choice)
+                keep = stored.keeper(choice)
+                program.contest = Contest(traced, program, original, path, keep)
             return program
     report.look()
     begin = time.perf_counter()
-    if until:
-        budget_s *= OURS
+    budget_s = original.budget_s * (OURS if original.until else 1.0)
     judge = Judge(source, device, training, begin + budget_s / 2, begin + 2 * budget_s, stored)
     try:
-        base, plan = _found(source, judge, expected, model, before, budget_s, report, given)
-        found = base if report.outcome != "original" else None
+        found, plan = _found(source, judge, expected, original, budget_s)
+        if report.outcome == "original":
+            found = None
         if found is not None:
             tune_stream_parallelism.spread(found, report)
-        contest = Contest(traced, found, base, before, model, training, path, report, given)
-        if until:
-            rival = contest.within(until, expected)
+        contest = Contest(traced, found, original, path)
+        if original.until:
+            rival = contest.within(original.until, expected)
             found = found if rival is None else rival
         if plan is not None and _tellable(judge, found, report):
             plans = merged(d.plans for d in plan.found.values())
             kept = Choice.of(report, found, sorted(plan.banned), plans)
             stored.keep_whole(kept)
             contest.keep = stored.keeper(kept)
-        if found is not None and not until:
+        if found is not None and not original.until:
             found.contest = contest
         return found
     finally:
         stored.save()
 
 
-def _told(report: Report, choice: Choice) -> None:
-    """What an earlier process has found, in this one's report."""
-    report.outcome, report.reason, report.rows = choice.outcome, choice.reason, choice.rows
-    report.before_us, report.after_us = choice.before_us, choice.after_us
-    report.ratio, report.error = choice.ratio, choice.error
-    report.watched, report.watch = choice.watched, None
-    report.notes.append(f"decided and timed by an earlier process, {choice.when}")
-
-
 def _again(
-    choice: Choice, source: Trace, model: nn.Module, expected: Whole, path: Path, report: Report
+    choice: Choice, source: Trace, original: Original, expected: Whole, _: Path
 ) -> Program | None:
     """The program that an earlier process has chosen, if it is right with today's weights and inputs."""
     graph = copy.deepcopy(source.graph)
@@ -136,27 +111,23 @@ def _again(
         return None
     found = {root: Decision(way) for root, way in choice.ways.items()}
     forced = _expand(graph, regions, found, expected.strides)
-    program = Program(source, graph, forced, expected.training, model)
+    program = Program(source, graph, forced, expected.training, original.model)
     program.ways = choice.ways
     program.function.sites.hurried |= set(choice.hurried)
-    if choice.left_over:
-        try:
-            program = partition.again(program, choice.left_over, path)
-        except Unable:
-            return None
     tune_stream_parallelism.again(program, choice.sections)
-    return _stands(program, choice, expected, report)
+    return _stands(program, choice, expected, original.report)
 
 
 def _loaded(
-    choice: Choice, traced: Trace, model: nn.Module, expected: Whole, path: Path, report: Report
+    choice: Choice, _: Trace, original: Original, expected: Whole, path: Path
 ) -> Program | None:
     """What Inductor has compiled for an earlier process, if it is right with today's weights and inputs."""
     try:
-        program = compiled(traced, compile_process.load(path), expected.training, model)
+        function = compile_process.load(path)
     except Unable:
         return None
-    return _stands(program, choice, expected, report)
+    program = compiled(expected.traced, function, expected.training, original.model)
+    return _stands(program, choice, expected, original.report)
 
 
 def _stands(program: Program, choice: Choice, expected: Whole, report: Report) -> Program | None:
@@ -166,37 +137,28 @@ def _stands(program: Program, choice: Choice, expected: Whole, report: Report) -
     program.capture()
     if (program.replay is not None) != choice.captured:
         return None
-    _told(report, choice)
+    choice.tell(report)
     report.error = verdict.error
     return program
 
 
 def _found(
-    source: Trace,
-    judge: Judge,
-    expected: Whole,
-    model: nn.Module,
-    before: Callable[..., Any],
-    budget_s: float,
-    report: Report,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    source: Trace, judge: Judge, expected: Whole, original: Original, budget_s: float
 ) -> tuple[Program | None, Plan | None]:
-    """Decide, check and time; the plan that was found right, beside its fastest program. The report says whether that pays."""
+    """Decide, check and time: the fastest program, and its plan where one was right. The report says whether it pays."""
     banned: set[str] = set()
     undone: list[Row] = []
-    training = judge.training
+    report = original.report
     for attempt in range(ATTEMPTS):
         plan = Plan(source, judge, banned)
-        program, verdict = _right(plan.variants[0], plan, model, expected)
+        program, verdict = _right(plan.variants[0], plan, original.model, expected)
         report.rows, report.error = [*plan.rows, *undone], verdict.error
         if program is not None:
-            others = [_right(v, plan, model, expected)[0] for v in plan.variants[1:]]
+            others = [_right(v, plan, original.model, expected)[0] for v in plan.variants[1:]]
             found = [program, *(p for p in others if p is not None)]
-            return _timed(found, before, given, training, budget_s, report), plan
+            return _timed(found, original, budget_s), plan
         why = verdict.reason or f"error {verdict.error:.2f} times the original's"
-        standing = sorted(
-            (r for r in report.rows if not r.refused), key=lambda r: -(r.error or 0.0)
-        )
+        standing = sorted(report.regions, key=lambda r: -(r.error or 0.0))
         if not standing or attempt == ATTEMPTS - 1:
             break
         for row in standing[: max(1, len(standing) // 4)]:
@@ -232,7 +194,7 @@ def _right(
 
 
 class Plan:
-    """Which regions stand and by what: undone are those that do not pay, until everything that stands does."""
+    """The regions to replace and the way for each; those that do not pay are undone until the rest does."""
 
     def __init__(self, traced: Trace, judge: Judge, banned: set[str]) -> None:
         self.traced, self.training, self.banned = traced, judge.training, banned
@@ -366,28 +328,18 @@ def _lay(graph: fx.Graph, strides: Sequence[Any]) -> None:
 
 
 def lie(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The tensor as it is where it has these strides, a copy that has them otherwise."""
+    """Return a tensor with these strides: itself where it has them, else a copy."""
     if value.stride() == stride:
         return value
     made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
     return made.copy_(value)
 
 
-def _timed(
-    programs: Sequence[Program],
-    before: Callable[..., Any],
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    training: bool,
-    budget_s: float,
-    report: Report,
-) -> Program | None:
+def _timed(programs: Sequence[Program], original: Original, budget_s: float) -> Program | None:
     """The fastest program, timed beside the original's own call with what guards it included; the report says whether it pays."""
-    wrt = [t for t in programs[0].state.values() if t.requires_grad]
-    with isolated(programs, given) as again:
-
-        def call(model: Any) -> Callable[[], Any]:
-            return lambda: graph_facts.step(called(model, again()), training, wrt)
-
+    report, wrt = original.report, [t for t in programs[0].state.values() if t.requires_grad]
+    with isolated(programs, original.given) as again:
+        call = stepping(original, again, wrt)
         calls = {f"after {i}": call(p.serving) for i, p in enumerate(programs)}
         for program in programs:
             reason = program.capture()
@@ -400,7 +352,7 @@ def _timed(
         first = next(iter(calls))
         if len(calls) > 1:
             first = min(calls, key=timer.wall_samples(calls, device, share, HEATS).median)
-        pair = {"before": call(before), first: calls[first]}
+        pair = {"before": call(original.before), first: calls[first]}
         samples = settled(pair, device, first, "before", 1.5 * share, MUST_GAIN)
     program = programs[int(first.split()[1])]
     if mutates(program.graph):

@@ -26,7 +26,7 @@ from ..core import policy as core_policy
 from ..system import atomic_file, settings
 from .trace.exporter import prepare, trace, witness
 from .trace.graph_facts import last_uses, mutates
-from .trace.model_copies import fresh, sharing
+from .trace.model_copies import fresh, live_tensors, sharing
 from .trace.serialization import Unpackable, packed, unpacked
 from .trace.traced_graph import Trace, counters
 from .tune.decision_store import code_version, switches
@@ -121,7 +121,7 @@ def _keep(path: Path, found: Trace) -> None:
         known = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
         for old in known[: max(0, len(known) - MOST)]:
             old.unlink(missing_ok=True)
-    except (Unpackable, OSError) as problem:
+    except (Unpackable, TypeError, OSError) as problem:
         LOG.info("tensorlogic: a graph is not kept: %s", problem)
 
 
@@ -143,7 +143,7 @@ def _recalled(
         out_spec = _same(graph, names, inputs, model, args, kwargs)
         if out_spec is None:
             return None
-        live = _live(clone)
+        live = live_tensors(clone)
         state = {n: (t, live[t]) for n, t in names.items() if n not in inputs}
     except DAMAGED as problem:
         LOG.info("tensorlogic: a kept graph is of no use: %s", problem)
@@ -152,11 +152,6 @@ def _recalled(
     counted = counters(state, live)
     prepare(graph, state, counted)
     return Trace(graph, nn.Module(), state, inputs, in_spec, out_spec, flat, counted)
-
-
-def _live(model: nn.Module) -> dict[str, Tensor]:
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {**named, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _same(
@@ -171,7 +166,7 @@ def _same(
     twin = sharing(model, buffers=False)
     given = fresh(args, kwargs)
     flat = pytree.tree_flatten(given)[0]
-    known = _live(twin)
+    known = live_tensors(twin)
     steady = {n: known[t] for n, t in names.items() if n not in inputs}
     known_tensors = [*known.values(), *(v for v in flat if isinstance(v, Tensor))]
     with witness():

@@ -214,7 +214,7 @@ class Captured(Generic[P, R]):
         tensors = [v for v in flat if isinstance(v, Tensor)]
         odd = any(map(attributes, tensors))
         for value in flat:
-            if not isinstance(value, Tensor) and not _told(value):
+            if not isinstance(value, (Tensor, *TOLD)):  # objects that hold others
                 kind = type(value).__name__
                 owner = isinstance(value, (nn.Module, torch.optim.Optimizer, MethodType))
                 instead = "capture what calls it" if owner else "pass the tensors in it"
@@ -294,11 +294,8 @@ class Captured(Generic[P, R]):
                 entry.names |= names
                 outs, entry.leaves = pytree.tree_leaves(out), _leaves(out, flat)
                 if device.type == "cuda":
-                    both = (
-                        capture_streams.stream(device, capture_streams.CALLS),
-                        torch.cuda.current_stream(device),
-                    )
-                    capture_streams.shared(flat, outs, *both)
+                    side = capture_streams.stream(device, capture_streams.CALLS)
+                    capture_streams.shared(flat, outs, side, torch.cuda.current_stream(device))
                 capture_streams.wait_for(outs, device)
                 return out
         entry.calls -= 1
@@ -386,9 +383,8 @@ class Captured(Generic[P, R]):
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs' pool grew by, and what calls derive from a module's weights and keep."""
-        return sum(r.nbytes for r in self.replays()) + weight_cache.CACHE.nbytes_of(
-            self.looked.held
-        )
+        derived = weight_cache.CACHE.nbytes_of(self.looked.held)
+        return sum(r.nbytes for r in self.replays()) + derived
 
 
 def _leaves(out: Any, given: Sequence[Any]) -> list[Tensor] | None:
@@ -406,11 +402,6 @@ def _kind(value: Any) -> Any:
     if isinstance(value, (float, complex)):
         return type(value), repr(value)
     return type(value), value
-
-
-def _told(value: Any) -> bool:
-    """Whether a key tells what a call reads of a value that is no tensor: not of objects that hold others."""
-    return isinstance(value, TOLD)
 
 
 class ModuleOf(Protocol[P, R_co]):

@@ -57,10 +57,8 @@ class Tape:
 
     def _record(self, fn: Callable[[], Any]) -> Any:
         torch._C._cuda_clearCublasWorkspaces()
-        side, own = (
-            capture_streams.stream(self.device, self.use),
-            torch.cuda.current_stream(self.device),
-        )
+        side = capture_streams.stream(self.device, self.use)
+        own = torch.cuda.current_stream(self.device)
         side.wait_stream(own)
         try:
             with warnings.catch_warnings():

@@ -3,7 +3,8 @@ calls are compiled in one call of C (`Way` in csrc/launch/graph_replay.cpp)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import copysign
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..system import function_modes
 from .replay import GradientReplay, Replay, owned
 
 Way = Callable[..., Any]
+PLAIN = (type(None), bool, int, float, str)
 
 
 def short(
@@ -124,11 +126,8 @@ def _launching(
     acquire, release, turn = line.lock.acquire, line.lock.release, line.turn
     give, copy = _giver(replay, spec), buffers[0].copy_ if len(buffers) == 1 else None
     stream = torch._C._cuda_getCurrentRawStream if replay.device.type == "cuda" else None
-    index, grad, set_grad = (
-        replay.device.index or 0,
-        torch.is_grad_enabled(),
-        torch._C._set_grad_enabled,
-    )
+    index, grad = replay.device.index or 0, torch.is_grad_enabled()
+    set_grad = torch._C._set_grad_enabled
 
     def run(*given: Any) -> Any:
         if not fits(*given) or not acquire(False):
@@ -176,3 +175,36 @@ def _giver(replay: Replay, spec: Any) -> Callable[[], Any]:
     if views:
         return lambda: pytree.tree_unflatten(list(replay.out), spec)
     return lambda: pytree.tree_unflatten(owned(replay.out), spec)
+
+
+class Words:
+    """Short way for calls with keywords or plain values like an earlier one's: the tensors alone go to `way`."""
+
+    def __init__(self, way: Way, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        values = (*args, *kwargs.values())
+        self.way, self.count, self.names = way, len(args), tuple(kwargs)
+        self.tensors = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
+        self.rest = [(i, v, type(v)) for i, v in enumerate(values) if not isinstance(v, Tensor)]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output, or `MISS`: other names, another order of them, or other values that are no tensors."""
+        if len(args) != self.count or tuple(kwargs) != self.names:
+            return MISS
+        values = (*args, *kwargs.values())
+        if not self.rest:
+            return self.way(*values)
+        for i, known, kind in self.rest:
+            value = values[i]
+            if value is not known and (type(value) is not kind or value != known):
+                return MISS
+            if kind is float and copysign(1.0, value) != copysign(1.0, known):
+                return MISS  # 0.0 is no -0.0
+        return self.way(*[values[i] for i in self.tensors])
+
+
+def leaves(values: Sequence[Any], flat: Sequence[Any]) -> bool:
+    """True where a call's arguments are what they were flattened to: tensors and plain values, nothing that holds some."""
+    return len(values) == len(flat) and all(
+        v is f and (isinstance(v, Tensor) or type(v) in PLAIN)
+        for v, f in zip(values, flat, strict=True)
+    )

@@ -85,11 +85,8 @@ class Replay:
         versions = [s._version for s in self.static]
         with torch.no_grad():
             self.out = self.tape.record(lambda: fn(*given))
-        self.written = [
-            (i, s)
-            for i, s, v in zip(self.places, self.static, versions, strict=True)
-            if s._version != v
-        ]
+        pairs = zip(self.places, self.static, versions, strict=True)
+        self.written = [(i, s) for i, s, v in pairs if s._version != v]
         after = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         self.nbytes = max(0, after - before)
         self.leaves = flat_values(self.out)
@@ -207,13 +204,8 @@ class GradientReplay:
 
         def back() -> Any:
             with unhooked(self.wrt):  # who asks for the gradients hears of them
-                return torch.autograd.grad(
-                    roots,
-                    [self.wrt[i] for i in self.needs],
-                    self.seeds,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+                wrt = [self.wrt[i] for i in self.needs]
+                return torch.autograd.grad(roots, wrt, self.seeds, True, allow_unused=True)
 
         self.grads = self.backward.record(back)
         self.leaves = [v.detach() if isinstance(v, Tensor) else v for v in leaves]

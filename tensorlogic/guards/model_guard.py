@@ -18,12 +18,7 @@ from . import tensor_guard
 from .python_globals import CONTENT, Reach
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 TABLES = ("_parameters", "_buffers", "_modules")
 OURS = ("report", "_program")
 SKIPPED = (frozenset(vars(nn.Module())) | {*OURS}) - {"training"}

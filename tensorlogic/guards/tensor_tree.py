@@ -63,17 +63,19 @@ def storage(node: fx.Node) -> int | None:
         return None
 
 
-def leaves_of(out: torch.Tensor) -> list[torch.Tensor]:
+def steps_of(outs: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of the autograd graph behind some outputs, each once."""
+    seen: set[Any] = {None}
+    waiting: list[Any] = [out.grad_fn for out in outs]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(parent for parent, _ in node.next_functions)
+
+
+def leaves_of(out: Tensor) -> list[Tensor]:
     """The tensors that a backward pass from `out` would reach."""
-    found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    queue: list[Any] = [out.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        queue.extend(parent for parent, _ in node.next_functions)
-    return list(found.values())
+    reached = (n.variable for n in steps_of([out]) if hasattr(n, "variable"))
+    return list({id(t): t for t in reached}.values())

@@ -373,7 +373,7 @@ def test_graphs_behind_a_slow_one_are_served_too(
     clock, shares, plain = Clock(), list[float](), program_search.best
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        shares.append(args[4])
+        shares.append(args[1].budget_s)
         clock.now += 2.0
         return plain(*args, **kwargs)
 

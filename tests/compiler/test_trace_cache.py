@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,5 +183,12 @@ def test_graphs_as_data() -> None:
     torch.testing.assert_close(tuple(made(x)), Odd()(x))
     graph = fx.Graph()
     graph.call_function(len, ([1],))
-    with pytest.raises(Unpackable, match="len"):
-        packed(graph)
+    kept = packed(graph)
+    with pytest.raises(TypeError, match="JSON"):
+        json.dumps(kept)
+    (node,) = unpacked(kept).nodes
+    assert (node.target, node.args) == (len, ([1],))
+    block = fx.Graph()
+    block.get_attr("inner")
+    with pytest.raises(Unpackable, match="inner"):
+        packed(block)

@@ -21,8 +21,8 @@ import tensorlogic
 from tensorlogic.compiler.trace import exporter
 from tensorlogic.core import policy
 from tensorlogic.cuda_graphs import capture, host_rng
+from tensorlogic.cuda_graphs.fast_replay import Words
 from tensorlogic.cuda_graphs.host_rng import drawn_once
-from tensorlogic.cuda_graphs.keyword_calls import Words
 from tensorlogic.cuda_graphs.static_buffers import once, static_like
 from tensorlogic.guards.errors import MISS
 from tensorlogic.guards.model_guard import Guard

@@ -1,4 +1,4 @@
-"""Inductor in the background: once a program has worked for long enough, processes compile, and two calls compare."""
+"""Inductor in the background: once a program has worked for long enough, a process compiles, and one call compares."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...core import policy, weight_cache
+from ...cuda_graphs.captured_graph import FAILURES
 from ...guards.errors import first_line
 from ...guards.global_state import plain_modes
 from ...plans import open_stores
 from ...system import capture_state, idle_resources, settings
 from ...system.compile_workers import NICENESS
-from ..reporting.report import Report
 from ..runtime.program import Program
 from ..trace.model_copies import undisturbed
 from ..verify.whole_model import Whole
@@ -29,26 +29,25 @@ from . import compile_process
 from .comparison import Contest
 
 LOG = logging.getLogger("tensorlogic")
-EARNED_S = 20.0  # of work before processes are started for it
+EARNED_S = 20.0  # of work before a process is started for it
 SOON_S = 2.0  # likewise where the machine has cores and memory to spare
 # of the work done so far that comparing may take of the caller's time
 SHARE = 0.05
 LOOK_S = 1.0  # of work between two looks whether the process has ended
-# of the original's time that one comparison takes, beside `FIXED_S`, where there was none yet
+# of the original's time that the comparison takes, beside `FIXED_S`
 CALLS = 60
 FIXED_S = 0.4
 TIMED_S = 0.15
 WIDE = 8  # bytes of a number in higher precision
 SWITCH_S = 1e-4  # between two looks whether another thread wants to run
-FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 
 
 _SWITCHING = threading.Lock()
-_BEGUN: weakref.WeakSet[Later] = weakref.WeakSet()  # whose processes have been started
+_BEGUN: weakref.WeakSet[Later] = weakref.WeakSet()  # whose process has been started
 
 
 def worthwhile(contest: Contest | None) -> bool:
-    """Whether Inductor may still enter, by itself."""
+    """Whether Inductor may compile in the background for a program."""
     return (
         contest is not None
         and settings.inductor()
@@ -59,18 +58,17 @@ def worthwhile(contest: Contest | None) -> bool:
 
 
 class Later:
-    """Serves calls by a program; counts them, and in the end gives way to the faster of it and Inductor's."""
+    """Serves calls by a program while Inductor compiles; in the end the faster of the two takes its place."""
 
     def __init__(
         self, program: Program, contest: Contest, decided: Callable[[Later, Program], None]
     ) -> None:
         """`decided` is told what serves from then on; it shall hold no model."""
         self.program, self.contest, self.decided = program, contest, decided
-        self.each_s = max((contest.report.after_us or 0.0) / 1e6, 1e-6)
+        self.each_s = max((contest.original.report.after_us or 0.0) / 1e6, 1e-6)
         self.calls, self.look_at = 0, int(min(SOON_S, EARNED_S) / self.each_s)
-        self.begun = False
-        self.spent_s = self.last_s = 0.0  # on beginning and comparing; on the last comparison
-        self.jobs: list[compile_process.Compiling] = []  # not compared yet
+        self.spent_s = 0.0  # on beginning and comparing
+        self.job: compile_process.Compiling | None = None
         self.lock = threading.Lock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -102,23 +100,23 @@ class Later:
             self.lock.release()
 
     def _step(self) -> None:
-        """Start the processes; look whether the next has ended; compare once that is earned."""
+        """Start the process; look whether it has ended; compare once that is earned."""
         if not idle_resources.fits(self.program.device, self._needed()):
             self._next(LOOK_S)  # what the caller has taken meanwhile is the caller's
-        elif not self.begun:
+        elif self.job is None:
             if self._may_begin():
                 self._begin()
             self._next(LOOK_S)
-        elif self.jobs[0].process.poll() is None:
+        elif self.job.process.poll() is None:
             self._next(LOOK_S)
         else:
-            before_s = (self.contest.report.before_us or 0.0) / 1e6
-            cost = max(FIXED_S + CALLS * max(before_s, self.each_s), self.last_s)
+            before_s = (self.contest.original.report.before_us or 0.0) / 1e6
+            cost = FIXED_S + CALLS * max(before_s, self.each_s)
             missing = (self.spent_s + cost) / SHARE - self._work_s()
             if missing > 0:
                 self._next(missing)
             else:
-                self._compare(self.jobs.pop(0))
+                self._compare(self.job)
 
     def _needed(self) -> int:
         """Bytes that comparing takes: the weights and inputs in higher precision, and about as much for what is computed."""
@@ -131,7 +129,7 @@ class Later:
 
     def _may_begin(self) -> bool:
         """One model at a time, and at once only where nobody needs what the compilers take."""
-        if any(job.process.poll() is None for other in _BEGUN for job in other.jobs):
+        if any(other.job is not None and other.job.process.poll() is None for other in _BEGUN):
             return False
         return self._work_s() >= EARNED_S or idle_resources.spare(self.program.device)
 
@@ -139,50 +137,51 @@ class Later:
         self.look_at = self.calls + max(1, int(seconds / self.each_s))
 
     def _begin(self) -> None:
-        contest, begin = self.contest, time.perf_counter()
-        training = contest.training
-        with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
-            jobs = contest.begin(NICENESS)
-        for job in jobs:
-            weakref.finalize(self, compile_process.Compiling.stop, job)
-        self.jobs, self.begun = sorted(jobs, key=contest.entire), True
+        begin = time.perf_counter()
+        with self._undisturbed():
+            self.job = self.contest.begin(NICENESS)
+        weakref.finalize(self, compile_process.Compiling.stop, self.job)
         _BEGUN.add(self)
-        contest.share_s = TIMED_S
+        self.contest.share_s = TIMED_S
         threading.Thread(target=_imported, daemon=True).start()
         self.spent_s += time.perf_counter() - begin
 
     def _compare(self, job: compile_process.Compiling) -> None:
         contest, begin = self.contest, time.perf_counter()
-        training = contest.training
-        with undisturbed(), torch.inference_mode(False), torch.set_grad_enabled(training):
+        with self._undisturbed():
             job.wait(0.0)
-            won = contest.compared(job, Whole(contest.trace, training))
+            won = contest.compared(job, Whole(contest.trace, contest.original.training))
         weight_cache.end_pretending()
-        self.last_s = time.perf_counter() - begin
-        self.spent_s += self.last_s
-        if won is not None:
-            self.program = won
-        if self.jobs:
-            self._next(LOOK_S)
-            return
-        report: Report = contest.report
+        self.spent_s += time.perf_counter() - begin
+        report = contest.original.report
         report.notes.append(
             f"Inductor compiled in the background and compared after {self.calls} calls, "
             f"{self.spent_s:.1f} s"
         )
+        program = self.program if won is None else won
         if contest.keep is not None:
-            contest.keep(report, self.program)
-        self._close(self.program)
+            contest.keep(report, program)
+        self._close(program)
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Keep random state and set the modes of a compilation: a call of any kind may begin and compare."""
+        with (
+            undisturbed(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(self.contest.original.training),
+        ):
+            yield
 
     def _close(self, program: Program) -> None:
-        """From now on the program serves without us."""
+        """Let the program serve without this object from now on."""
         self.program, self.look_at = program, 1 << 62
         program.contest = None
         self.decided(self, program)
 
 
 def _imported() -> None:
-    """What loading needs, seconds that no call shall wait for: imports, and which instructions the compiler knows."""
+    """Import what loading an artifact needs, and ask which instructions the compiler knows: no call shall wait seconds for that."""
     with _yielding(), contextlib.suppress(ImportError, AttributeError, *FAILURES, OSError):
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("torch._inductor.standalone_compile")
@@ -191,7 +190,7 @@ def _imported() -> None:
 
 @contextlib.contextmanager
 def _yielding() -> Iterator[None]:
-    """Python changes threads sooner meanwhile: calls beside an import of 1.5 s took 16 ms at the 99th percentile, 4 so, and three
+    """Shorten Python's thread switch interval meanwhile: calls beside an import of 1.5 s took 16 ms at the 99th percentile, 4 so, and three
     times as many got through (a Xeon of two cores). One thread at a time, so that each finds what the program has set."""
     with _SWITCHING:
         before = sys.getswitchinterval()

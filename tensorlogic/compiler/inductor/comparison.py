@@ -1,4 +1,4 @@
-"""Inductor against what was found: what rewriting left over, run by run, and the whole model; kept only where right and faster."""
+"""The whole model compiled by Inductor beside the program that was found; kept only where right and faster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from ..trace import graph_facts
 from ..trace.compiled_call import Compiled
 from ..trace.graph_facts import mutates, written
 from ..trace.traced_graph import Trace
-from ..tune import stream_parallelism as tune_stream_parallelism
 from ..verify import equivalence
-from ..verify.whole_model import Whole, apart
-from . import compile_process, partition
+from ..verify.whole_model import Given, Original, Whole, apart
+from . import compile_process
 from .compile_process import Unable
 
 OP, NAME, EVERYTHING = "inductor", "torch.inductor", "whole model"
@@ -36,35 +35,34 @@ GAIN = 0.98  # of the time of what it would replace that it may take
 CLEAR = 0.95
 WIDE = 0.1  # around a bound, within which more samples are taken
 LEAST_S = 5.0  # below which no compilation is begun
-Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def program(
     trace: Trace, function: Callable[..., Any], training: bool, model: nn.Module
 ) -> Program:
-    """The program whose one call is what Inductor has made."""
+    """A program whose single call is the function that Inductor compiled."""
     call = Compiled(function, mutates(trace.graph))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in trace.graph.nodes:
         if node.op == "placeholder":
             copies[node] = graph.node_copy(node)
-    outputs = list(dict.fromkeys(_leaves(trace.graph.output_node().args[0])))
+    outputs = list(dict.fromkeys(_leaves(trace.outputs)))
     made = graph.call_function(call, tuple(copies.values()))
-    for i, node in enumerate(_leaves(trace.graph.output_node().args[0])):
+    for i, node in enumerate(_leaves(trace.outputs)):
         if isinstance(node, fx.Node) and node in outputs and node not in copies:
             copies[node] = graph.call_function(operator.getitem, (made, i))
             copies[node].meta = {**node.meta, "constant": False}
-    graph.output(fx.map_arg(trace.graph.output_node().args[0], lambda n: copies[n]))
+    graph.output(fx.map_arg(trace.outputs, lambda n: copies[n]))
     return Program(trace, graph, {}, training, model)
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Inductor gives the outputs in this order."""
+    """The leaves of nested outputs, in the order in which Inductor returns them."""
     return pytree.tree_leaves(value, is_leaf=lambda v: v is None)
 
 
 def written_inputs(trace: Trace) -> list[int]:
-    """Which of the inputs a run of the graph writes to."""
+    """Positions of the inputs that a run of the graph writes to."""
     calls = [n for n in trace.graph.nodes if n.op == "call_function"]
     dirty = {storage(a) for n in calls for a in written(n)} - {None}
     places = {n.name: storage(n) for n in trace.graph.nodes if n.op == "placeholder"}
@@ -73,7 +71,7 @@ def written_inputs(trace: Trace) -> list[int]:
 
 @contextlib.contextmanager
 def isolated(programs: Sequence[Program], given: Given) -> Iterator[Callable[[], Given]]:
-    """Inside, what the programs write are copies of buffers and inputs; they are captured inside, and again afterwards.
+    """Let programs write to copies of buffers and inputs; they are captured inside, and again afterwards.
 
     Yields what gives the inputs for one call: those that calls write to hold what they held before.
     """
@@ -103,126 +101,65 @@ def isolated(programs: Sequence[Program], given: Given) -> Iterator[Callable[[],
 
 @dataclass
 class Contest:
-    """One traced model, what serves it now (`ours`, or None for its own code), and the original's call to compare with.
-
-    `base` is the program whose left-over calls Inductor may have, `ours` or one that does not pay by itself.
-    """
+    """One traced model, what serves it now (`ours`, or None for its own code), and the original's call to compare with."""
 
     trace: Trace
     ours: Program | None
-    base: Program | None
-    before: Callable[..., Any]
-    model: nn.Module
-    training: bool
+    original: Original
     artifact: Path
-    report: Report
-    given: Given
     keep: Callable[[Report, Program | None], None] | None = None  # for later processes
     share_s: float = 0.4  # for timing
-    asked: set[str] = field(default_factory=set)  # kinds of runs that are being compiled
 
-    def begin(self, niceness: int = 0) -> list[compile_process.Compiling]:
-        """Start compiling: the whole model, and what is left over. Raises Unable or OSError where that cannot be."""
+    def begin(self, niceness: int = 0) -> compile_process.Compiling:
+        """Start compiling. Raises Unable or OSError where that cannot be."""
         if (reason := compile_process.unfit(self.trace)) is not None:
             raise Unable(reason)
-        whole = compile_process.whole(self.trace, self.artifact)
-        orders = [[whole]]
-        if self.base is not None:
-            us = self.report.after_us or self.report.before_us or 0.0
-            kinds = partition.worthwhile(self.base, self.artifact, us)
-            self.asked = {k.name for k in kinds}
-            orders += [[k.order() for k in kinds]] * bool(kinds)
-        return [compile_process.Compiling(each, self.training, niceness) for each in orders]
+        training = self.original.training
+        return compile_process.Compiling(self.trace, self.artifact, training, niceness)
 
     def within(self, until: float, expected: Whole) -> Program | None:
         """Inductor's program if it is ready by `until` (of `time.perf_counter`), right and faster; a row of the report
         says what happened."""
-        jobs: list[compile_process.Compiling] = []
         try:
             left = until - time.perf_counter()
             if left < LEAST_S and compile_process.unfit(self.trace) is None:
                 raise Unable(f"not compiled: {max(0.0, left):.1f} s of budget_s were left")
-            jobs = self.begin()
-            for job in jobs:
+            job = self.begin()
+            try:
                 job.wait(until - time.perf_counter())
-        except (Unable, OSError) as problem:
-            row = Row(EVERYTHING, OP, NAME, refused=str(problem))
-            self.report.rows = [*self.report.rows, row]
-            return None
-        finally:
-            for job in jobs:
+            finally:
                 job.stop()
-        return self.decided(jobs, expected)
-
-    def decided(self, jobs: Sequence[compile_process.Compiling], expected: Whole) -> Program | None:
-        """The fastest of Inductor's programs that is right and faster than what there is; rows say what happened."""
-        found = None
-        for job in sorted(jobs, key=self.entire):
-            won = self.compared(job, expected)
-            found = found if won is None else won
-        return found
+        except (Unable, OSError) as problem:
+            report = self.original.report
+            report.rows = [*report.rows, Row(EVERYTHING, OP, NAME, refused=str(problem))]
+            return None
+        return self.compared(job, expected)
 
     def compared(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
-        """The program with what one job has made, if it is right and faster than what there is."""
-        return (self._whole if self.entire(job) else self._left_over)(job, expected)
-
-    def entire(self, job: compile_process.Compiling) -> bool:
-        """Whether a job is the whole model's, not that of what is left over."""
-        return job.orders[0].artifact == self.artifact
-
-    def _whole(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
-        row, report = Row(EVERYTHING, OP, NAME), self.report
-        won = None
+        """The program that a job has made, if it is right and faster than what there is; a row says what happened."""
+        row, original = Row(EVERYTHING, OP, NAME), self.original
+        report = original.report
         try:
-            rival = program(self.trace, job.made(self.artifact), self.training, self.model)
+            rival = program(self.trace, job.made(), original.training, original.model)
             verdict = expected.judge(rival)
             row.error = verdict.error if verdict else None
             if not verdict or verdict.error > equivalence.GROWTH:
                 raise Unable(verdict.reason or f"error {verdict.error:.2f} times the original's")
-            won = rival if self._faster(rival, row, verdict.error, "compiled") else None
+            if self._faster(rival, row, verdict.error):
+                rows = (
+                    r if r.refused else replace(r, refused="Inductor is faster")
+                    for r in report.rows
+                )
+                report.rows = [row, *rows]
+                return rival
         except (Unable, OSError) as problem:
             row.refused = str(problem)
-        if won is not None:
-            rows = [
-                r if r.refused else replace(r, refused="Inductor is faster") for r in report.rows
-            ]
-            report.rows = [row, *rows]
-        else:
-            report.rows = [*report.rows, row]
-        return won
-
-    def _left_over(self, job: compile_process.Compiling, expected: Whole) -> Program | None:
-        """The base with those of its runs by Inductor that are right and faster there; those that are not go one by one."""
-        base, report = self.base, self.report
-        assert base is not None
-        kinds = [k for k in partition.kinds(base, self.artifact) if k.name in self.asked]
-        for kind in kinds:
-            partition.judge(kind, base, job.made)
-        report.rows = [*report.rows, *(k.row for k in kinds)]
-        while chosen := [k for k in kinds if not k.row.refused]:
-            rival = partition.woven(base, chosen)
-            verdict = expected.judge(rival)
-            if verdict and verdict.error <= equivalence.GROWTH:
-                break
-            worst = max(chosen, key=lambda k: k.row.error or 0.0)
-            why = verdict.reason or f"error {verdict.error:.2f} times the original's"
-            worst.row.refused = f"the whole model's error grew: {why}"
-        if not chosen:
-            return None
-        whole = Row(EVERYTHING, partition.OP, NAME)
-        try:
-            if self._faster(rival, whole, verdict.error, ""):
-                tune_stream_parallelism.spread(rival, Report())
-                return rival
-        except Unable as problem:
-            whole.refused = str(problem)
-        for kind in chosen:
-            kind.row.refused = f"in the whole model: {whole.refused}"
+        report.rows = [*report.rows, row]
         return None
 
-    def _faster(self, rival: Program, row: Row, error: float, outcome: str) -> bool:
+    def _faster(self, rival: Program, row: Row, error: float) -> bool:
         """Whether a program beats what there is; if so it takes that place, and the report tells its times."""
-        report = self.report
+        report = self.original.report
         samples, other = self._timed(rival)
         row.before_us, row.after_us = samples.median(other), samples.median("inductor")
         row.ratio = samples.ratio("inductor", other)
@@ -232,25 +169,22 @@ class Contest:
         self.ours, report.error = rival, error
         report.before_us, report.after_us = samples.median("before"), row.after_us
         report.ratio = samples.ratio("inductor", "before")
-        captured = "rewritten" if rival.replay is None else "captured"
-        report.outcome, report.reason = outcome or captured, ""
+        report.outcome, report.reason = "compiled", ""
         return True
 
     def _timed(self, rival: Program) -> tuple[timer.Samples, str]:
         """Times beside the original's own call and beside what it would replace, and which of them that is."""
+        original = self.original
         programs = [rival] if self.ours is None else [rival, self.ours]
         wrt = [t for t in rival.state.values() if t.requires_grad]
-        with isolated(programs, self.given) as again:
+        with isolated(programs, original.given) as again:
             for each in programs:
                 if each.replay is None or mutates(each.graph):
                     each.capture()
-
-            def call(model: Callable[..., Any]) -> Callable[[], Any]:
-                return lambda: graph_facts.step(called(model, again()), self.training, wrt)
-
+            call = stepping(original, again, wrt)
             if rival(*again()) is MISS:
                 raise Unable("the program does not fit its own example inputs")
-            steps = {"before": call(self.before), "inductor": call(rival.serving)}
+            steps = {"before": call(original.before), "inductor": call(rival.serving)}
             other = "before"
             if self.ours is not None:
                 steps[other := "ours"] = call(self.ours.serving)
@@ -261,9 +195,19 @@ class Contest:
         return samples, other
 
 
-def called(model: Callable[..., Any], given: Given) -> Any:
-    """Its output."""
-    return model(*given[0], **given[1])
+def stepping(
+    original: Original, again: Callable[[], Given], wrt: Sequence[Tensor]
+) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+    """Makes a timed call of a model: on the inputs that `again` gives, with its backward pass in training."""
+
+    def call(model: Callable[..., Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            args, kwargs = again()
+            return graph_facts.step(model(*args, **kwargs), original.training, wrt)
+
+        return run
+
+    return call
 
 
 def settled(
@@ -274,7 +218,7 @@ def settled(
     share: float,
     gain: float = GAIN,
 ) -> timer.Samples:
-    """Samples, as many as tell whether `name` is faster than `other`: few where that is plain, more on a busy machine."""
+    """Time calls until it is clear whether `name` is faster than `other`: few samples where that is plain, more on a busy machine."""
     for patience in (1, 2, 4):
         told = functools.partial(clearly, name=name, other=other, gain=gain)
         samples = timer.wall_samples(calls, device, patience * share, told=told)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ...system import settings
 from ...system.compile_workers import give_way
 from ..trace.compiled_call import Look
 from ..trace.graph_facts import random_call
+from ..trace.serialization import packed, unpacked
 from ..trace.traced_graph import Trace
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -31,52 +32,34 @@ MOST = 256  # artifacts that are kept; the oldest go
 
 
 class Unable(Exception):
-    """Why Inductor has no part in serving a graph."""
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """A node in a graph that travels."""
-
-    name: str
-
-
-@dataclass
-class Order:
-    """One graph to be compiled for such inputs, and where the result goes."""
-
-    graph: fx.Graph
-    inputs: list[Any]
-    artifact: Path
+    """The reason why Inductor does not serve a graph."""
 
 
 @dataclass
 class Job:
-    """What the other process is told; graphs travel as lists of calls, tensors as what they look like."""
+    """What the compiling process is told: the graph as a list of calls, its inputs by what they look like."""
 
-    graphs: list[tuple[list[tuple[str, str, Any, Any, Any]], list[Any], str]]
+    calls: list[Any]
+    looks: list[Any]
+    artifact: str
     training: bool
     threads: int
     precision: str
     niceness: int
 
-    def run(self) -> dict[str, str]:
-        """Compile and save all; returns why some could not be."""
+    def run(self) -> str | None:
+        """Compile and save; returns why that could not be."""
         give_way(os.getpid(), self.niceness)
         torch.set_num_threads(self.threads)
         torch.set_float32_matmul_precision(self.precision)
-        failed = {}
-        for calls, inputs, artifact in self.graphs:
-            try:
-                self.compile(calls, inputs, artifact)
-            except (
-                Exception
-            ) as problem:  # compilers raise what they like: the caller gets it by name
-                failed[artifact] = first_line(problem)
-        return failed
+        try:
+            self.compile()
+        except Exception as problem:  # compilers raise anything
+            return first_line(problem)
+        return None
 
-    def compile(self, calls: Any, looks: Sequence[Any], artifact: str) -> None:
-        """Compile and save one. Raises whatever PyTorch does."""
+    def compile(self) -> None:
+        """Compile and save. Raises whatever PyTorch does."""
         from torch._functorch import config
         from torch._guards import TracingContext, tracing
         from torch._inductor import standalone_compile
@@ -89,12 +72,12 @@ class Job:
             now = config.patch({EAGERLY: True})
         with torch.set_grad_enabled(self.training), now:
             with mode:
-                inputs = [v.tensor() if isinstance(v, Look) else v for v in looks]
-            module = fx.GraphModule(nn.Module(), _unpacked(calls))
+                inputs = [v.tensor() if isinstance(v, Look) else v for v in self.looks]
+            module = fx.GraphModule(nn.Module(), unpacked(self.calls))
             with tracing(TracingContext(mode)):  # where every version looks for the inputs' mode
                 made = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context")
-        made.save(path=f"{artifact}.part")
-        os.replace(f"{artifact}.part", artifact)
+        made.save(path=f"{self.artifact}.part")
+        os.replace(f"{self.artifact}.part", self.artifact)
 
 
 def unfit(trace: Trace) -> str | None:
@@ -110,26 +93,21 @@ def unfit(trace: Trace) -> str | None:
     return None
 
 
-def whole(trace: Trace, artifact: Path) -> Order:
-    """The order for a traced model."""
-    known = {n: t for n, (_, t) in trace.state.items()}
-    known |= dict(zip(trace.inputs, trace.example, strict=True))
-    inputs = [Look.at(known[n.name]) for n in trace.graph.nodes if n.op == "placeholder"]
-    return Order(trace.graph, inputs, artifact)
-
-
 class Compiling:
-    """Graphs on their way through Inductor, one after the other."""
+    """A traced model on its way through Inductor, in a process of its own."""
 
-    def __init__(self, orders: Sequence[Order], training: bool, niceness: int = 0) -> None:
+    def __init__(self, trace: Trace, artifact: Path, training: bool, niceness: int = 0) -> None:
         """Start the process. Raises OSError where none can be."""
-        self.orders, self.failed = list(orders), dict[str, str]()
-        folder = self.orders[0].artifact.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        for order in self.orders:
-            order.artifact.unlink(missing_ok=True)
+        self.artifact = artifact
+        self.failed: str | None = None  # why there is no artifact
+        artifact.parent.mkdir(parents=True, exist_ok=True)
+        artifact.unlink(missing_ok=True)
+        known = {n: t for n, (_, t) in trace.state.items()}
+        known |= dict(zip(trace.inputs, trace.example, strict=True))
         job = Job(
-            [(_packed(o.graph), o.inputs, str(o.artifact)) for o in self.orders],
+            packed(trace.graph, values=False),
+            [Look.at(known[n.name]) for n in trace.graph.nodes if n.op == "placeholder"],
+            str(artifact),
             training,
             torch.get_num_threads(),
             torch.get_float32_matmul_precision(),
@@ -144,13 +122,13 @@ class Compiling:
                 stdin=told,
                 stdout=self.said,
                 stderr=subprocess.DEVNULL,
-                env=_environment(folder),
+                env=_environment(artifact.parent),
                 process_group=0,  # Ctrl-C is this process's to handle
             )
         give_way(self.process.pid, niceness)
 
     def wait(self, seconds: float) -> None:
-        """Until it is done, or time is over; what has been compiled by then stays."""
+        """Wait until the process has ended, or for so many seconds."""
         late = ""
         try:
             self.process.wait(max(0.0, seconds))
@@ -164,13 +142,13 @@ class Compiling:
         try:
             self.failed = json.loads(said.splitlines()[-1])
         except (ValueError, IndexError):
-            self.failed = {str(o.artifact): lost for o in self.orders if not o.artifact.exists()}
+            self.failed = None if self.artifact.exists() else lost
 
-    def made(self, artifact: Path) -> Callable[..., Any]:
-        """One of the results, as `load` gives it. Raises Unable: there is none."""
-        if (reason := self.failed.get(str(artifact))) is not None:
-            raise Unable(reason)
-        return load(artifact)
+    def made(self) -> Callable[..., Any]:
+        """The result, as `load` gives it. Raises Unable: there is none."""
+        if self.failed is not None:
+            raise Unable(self.failed)
+        return load(self.artifact)
 
     def stop(self) -> None:
         """End the process and the compilers it has started, if it has not ended."""
@@ -182,7 +160,7 @@ class Compiling:
 
 
 def serve() -> None:
-    """The other process: one job in, its artifacts and the reasons for those that are missing out."""
+    """The compiling process: a job in, its artifact or the reason why there is none out."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler's prints are no reason
     job: Job = pickle.load(sys.stdin.buffer)
@@ -191,7 +169,7 @@ def serve() -> None:
 
 
 def load(artifact: Path) -> Callable[..., Any]:
-    """What a process has compiled, as a function of the graph's inputs in their order, that gives a list.
+    """Load a compiled graph, as a function of its inputs in their order that returns a list.
 
     Raises:
         Unable: PyTorch cannot load it.
@@ -223,7 +201,7 @@ def _environment(cache: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _cached(folder: Path) -> Iterator[None]:
-    """Inductor looks for what it has made in another folder."""
+    """Point Inductor's cache at a folder."""
     before = os.environ.get(CACHE)
     os.environ[CACHE] = str(folder)
     try:
@@ -233,49 +211,3 @@ def _cached(folder: Path) -> Iterator[None]:
             del os.environ[CACHE]
         else:
             os.environ[CACHE] = before
-
-
-# Graphs that travel -------------------------------------------------------------------------------
-
-
-def _packed(graph: fx.Graph) -> list[tuple[str, str, Any, Any, Any]]:
-    packed = []
-    for node in graph.nodes:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            target = (target._schema.name, target._overloadname)
-        args = fx.node.map_aggregate(node.args, _ref)
-        kwargs = {k: fx.node.map_aggregate(v, _ref) for k, v in node.kwargs.items()}
-        packed.append((node.op, node.name, target, _plain(args), _plain(kwargs)))
-    return packed
-
-
-def _ref(value: Any) -> Any:
-    return _Ref(value.name) if isinstance(value, fx.Node) else value
-
-
-def _plain(value: Any) -> Any:
-    """Lists and tuples of Python's own in the place of PyTorch's unchanging ones."""
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
-
-
-def _unpacked(calls: Sequence[tuple[str, str, Any, Any, Any]]) -> fx.Graph:
-    graph, nodes = fx.Graph(), dict[str, fx.Node]()
-
-    def known(value: Any) -> Any:
-        return nodes[value.name] if isinstance(value, _Ref) else value
-
-    for op, name, target, args, kwargs in calls:
-        if isinstance(target, tuple):
-            space, _, word = target[0].partition("::")
-            target = getattr(getattr(getattr(torch.ops, space), word), target[1] or "default")
-        given = fx.node.map_aggregate(args, known)
-        words = {k: fx.node.map_aggregate(v, known) for k, v in kwargs.items()}
-        nodes[name] = graph.create_node(op, target, given, words, name)
-    return graph

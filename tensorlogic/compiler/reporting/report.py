@@ -31,30 +31,12 @@ class Row:
         speed = ""
         if self.ratio is not None:
             speed = f"{1 / self.ratio[0]:.2f} [{1 / self.ratio[2]:.2f}, {1 / self.ratio[1]:.2f}]"
-        return (
-            self.region,
-            self.op,
-            str(self.count),
-            self.candidate,
-            _us(self.before_us),
-            _us(self.after_us),
-            speed,
-            "" if self.error is None else f"{self.error:.2f}",
-            self.refused,
-        )
+        error = "" if self.error is None else f"{self.error:.2f}"
+        times = _us(self.before_us), _us(self.after_us), speed, error
+        return self.region, self.op, str(self.count), self.candidate, *times, self.refused
 
 
-HEADS = (
-    "region",
-    "op",
-    "times",
-    "candidate",
-    "before us",
-    "after us",
-    "speed [95 %]",
-    "error",
-    "refused",
-)
+HEADS = ("region", "op", "times", "candidate", "before us", "after us", "speed [95 %]", "error", "refused")  # fmt: skip
 
 
 @dataclass

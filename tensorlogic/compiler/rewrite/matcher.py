@@ -44,13 +44,8 @@ def rewrite(
         changed = False
         for rule, targets in ends:
             for node in list(graph.nodes):
-                if (
-                    node.op == "call_function"
-                    and node.target in targets
-                    and not node._erased
-                    and _apply(graph, rule, node, banned)
-                ):
-                    changed = True
+                fits = node.op == "call_function" and node.target in targets and not node._erased
+                changed |= fits and _apply(graph, rule, node, banned)
     graph.lint()
     return [n.meta["region"] for n in graph.nodes if "region" in n.meta]
 
@@ -96,17 +91,11 @@ def _replace(
     helpers = []
     while (before := before.next) is not root:
         helpers.append(before)
-    if (
-        isinstance(new, fx.Node)
-        and new.op == "call_function"
-        and new is not root
-        and new.name not in old
-    ):
-        kept = new.meta.get("region")
-        if kept is None:
-            exact = rule.exact and all(n.meta["region"].exact for n in calls if "region" in n.meta)
-            new.meta = {**root.meta, "constant": new.meta.get("constant", False)}
-            new.meta["region"] = Region(rule.op, name, old, rule.training, exact, new)
+    made = isinstance(new, fx.Node) and new.op == "call_function" and new is not root
+    if made and new.name not in old and new.meta.get("region") is None:
+        exact = rule.exact and all(n.meta["region"].exact for n in calls if "region" in n.meta)
+        new.meta = {**root.meta, "constant": new.meta.get("constant", False)}
+        new.meta["region"] = Region(rule.op, name, old, rule.training, exact, new)
     for node in helpers:
         if "val" not in node.meta:  # what stands for the root has the root's
             node.meta["val"] = _value(node)
@@ -159,11 +148,8 @@ def _match(pattern: Any, value: Any, bound: Bound, calls: tuple[fx.Node, ...]) -
         for each in pattern.patterns:
             yield from _match(each, value, bound, calls)
     elif isinstance(pattern, Call):
-        if (
-            isinstance(value, fx.Node)
-            and value.op == "call_function"
-            and value.target in pattern.targets
-        ):
+        call = isinstance(value, fx.Node) and value.op == "call_function"
+        if call and value.target in pattern.targets:
             yield from _match_call(pattern, value, bound, (*calls, value))
     elif isinstance(value, fx.Node):
         return

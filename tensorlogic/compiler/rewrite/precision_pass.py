@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.numeric_mode import Precision
 from ...core.precision_policy import under
@@ -17,10 +17,10 @@ from ...guards.errors import MISS, Untraceable
 from ...measure import timer
 from ...ops.linear import linear
 from ...ops.matmul import matmul
-from ..reporting.report import Report, Row
+from ..reporting.report import Row
 from ..runtime.program import Program
 from ..trace.traced_graph import Trace
-from ..verify.whole_model import confirmed
+from ..verify.whole_model import Original, confirmed
 
 aten: Any = torch.ops.aten
 
@@ -146,16 +146,9 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
 OTHERS = ("einsum", "bilinear", "conv", "lstm", "gru", "rnn", "cdist", "tensordot", "inner", "addbmm", "chain_matmul", "linalg_multi_dot")  # fmt: skip
 
 
-def precisely(
-    traced: Trace,
-    model: nn.Module,
-    before: Callable[..., Any],
-    asked: Precision,
-    training: bool,
-    report: Report,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-) -> Kept:
-    """The traced model with its products replaced; `before` is the original, for the report's times."""
+def precisely(traced: Trace, original: Original, asked: Precision) -> Kept:
+    """The traced model with its products replaced; the original is timed beside it for the report."""
+    training, report = original.training, original.report
     if traced.theirs is not None:
         confirmed(traced, training)
     graph = copy.deepcopy(traced.graph)
@@ -175,12 +168,12 @@ def precisely(
             found[name, "float64"] += 1
     report.rows = [Row(name, name, how, count) for (name, how), count in found.items()]
     with under(asked):
-        program = Program(traced, graph, {}, training, model)
+        program = Program(traced, graph, {}, training, original.model)
         if asked.mode != "adaptive":  # what is replayed cannot look at the data
             program.capture()
-    kept, (args, kwargs) = Kept(program, asked), given
+    kept = Kept(program, asked)
     times = timer.wall_samples(
-        {"before": lambda: before(*args, **kwargs), "after": lambda: kept(args, kwargs)},
+        {"before": original.call, "after": lambda: kept(*original.given)},
         program.device, 0.3, rounds=20,
     )  # fmt: skip
     report.before_us, report.after_us = times.median("before"), times.median("after")

@@ -45,5 +45,3 @@ RULES: tuple[Rule, ...] = (
     *GELU_LINEAR,
     *POINTWISE,
 )
-#: Ops that hold no product: Inductor may fuse what they stand for with the calls around them.
-LIGHT = frozenset(rule.op for rule in (*ACTIVATIONS, *RMS_NORM, *GROUP_NORM, *POINTWISE))

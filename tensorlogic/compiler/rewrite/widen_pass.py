@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
 from ...core.rewrite_rule import example
 from ...kernels.cpu import cost_model
@@ -26,12 +28,8 @@ def pays(trace: Trace, device: torch.device) -> bool:
     plain = all(n.op in ("placeholder", "call_function", "output") for n in nodes)
     aliases = any(n.op == "placeholder" for n in trace.graph.output_node().all_input_nodes)
     opaque = any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in nodes)
-    return (
-        plain
-        and not aliases
-        and not opaque
-        and not any(n.op == "call_function" and writes(n) for n in nodes)
-    )
+    written = any(n.op == "call_function" and writes(n) for n in nodes)
+    return plain and not (aliases or opaque or written)
 
 
 def widened(trace: Trace) -> Trace:
@@ -69,21 +67,14 @@ def _half(node: fx.Node) -> bool:
 
 
 def _dtypes(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_dtypes(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _dtypes(v) for k, v in value.items()}
-    return torch.float32 if value is HALF else value
+    return map_aggregate(value, lambda v: torch.float32 if v is HALF else v)
 
 
 def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if value.dtype != HALF:
-            return value
-        with value.fake_mode:  # type: ignore[attr-defined]
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=torch.float32, device=value.device
-            )
-    if isinstance(value, (tuple, list)):
-        return type(value)(_wide(v) for v in value)
-    return value
+    def one(tensor: Any) -> Tensor:
+        if tensor.dtype != HALF:
+            return cast(Tensor, tensor)
+        with tensor.fake_mode:
+            return tensor.new_empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
+
+    return pytree.tree_map_only(Tensor, one, value)

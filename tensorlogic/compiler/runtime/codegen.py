@@ -137,17 +137,12 @@ class Function:
         owner: torch.nn.Module | None = None,
         forced: Mapping[str, str] | None = None,
     ) -> None:
-        self.nodes, self.inputs, self.outputs, self.owner = (
-            list(nodes),
-            list(inputs),
-            outputs,
-            owner,
-        )
+        self.nodes, self.inputs = list(nodes), list(inputs)
+        self.outputs, self.owner = outputs, owner
         self.scope: dict[str, Any] = {}
         self.sites = Sites(forced)
         self.quick: dict[str, Callable[..., Any]] = {}
         self._values = dict(values)
-        self.notice: Callable[[str, Any], None] | None = None  # told every value of a first run
         self.wanted: Any = None  # what its ops are bound for, as `of` is told
         self._others: dict[Any, Function] = {}  # bound for other things than that
         self.run: Callable[..., Any] = self._bind
@@ -200,8 +195,6 @@ class Function:
             if quick is not None:
                 self.quick[node.name] = quick
             env[node.name] = (quick or target)(*args, **kwargs)
-            if self.notice is not None:
-                self.notice(node.name, env[node.name])
             for done in last.get(node.name, ()):
                 if done not in self._values:
                     env.pop(done, None)
@@ -261,15 +254,10 @@ class Function:
             if value.name in self._values:
                 self.scope[_name(value.name)] = self._values[value.name]
             return _name(value.name)
-        if isinstance(value, (tuple, list)):
-            inner = ", ".join(self._text(v) for v in value)
-            return (
-                f"({inner},)"
-                if isinstance(value, tuple) and value
-                else f"[{inner}]"
-                if isinstance(value, list)
-                else "()"
-            )
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self._text(v)}, ' for v in value)})"
         if isinstance(value, slice):
             return f"slice({self._text(value.start)}, {self._text(value.stop)}, {self._text(value.step)})"
         if isinstance(value, dict):

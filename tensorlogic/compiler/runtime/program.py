@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from ...core import policy, weight_cache
 from ...cuda_graphs.capture_streams import warm
 from ...cuda_graphs.captured_graph import FAILURES, Tape, cause, heal
-from ...cuda_graphs.fast_replay import Way, short
-from ...cuda_graphs.keyword_calls import Words, leaves
+from ...cuda_graphs.fast_replay import Way, Words, leaves, short
 from ...cuda_graphs.replay import GradientReplay, Replay
 from ...guards.errors import MISS
 from ...guards.global_state import autocast, plain_modes, precisions
@@ -56,11 +55,9 @@ class Program:
         given = {*graph.output_node().all_input_nodes}  # what a caller is given is the caller's
         places = {storage(n) for n in given} - {None}
         for node in graph.nodes:
-            if node.op == "call_function" and (
-                node in given
-                or storage(node) in places
-                or not all(n.meta.get("constant", False) for n in node.all_input_nodes)
-            ):
+            steady = all(n.meta.get("constant", False) for n in node.all_input_nodes)
+            theirs = node in given or storage(node) in places
+            if node.op == "call_function" and (theirs or not steady):
                 node.meta["constant"] = False
         self.constants, sources = ahead(graph, self.state)
         names = sorted({s for read in sources.values() for s in read})
@@ -68,22 +65,11 @@ class Program:
         self.watched = list({id(t): t for t in read}.values())
         self.stamp = self._stamp()
         self.samples = Samples([*self.watched, *(t for t in self.state.values() if t.dim() > 1)])
-        steady = {"placeholder", "output"}
-        calls = [
-            n
-            for n in graph.nodes
-            if n.op not in steady
-            and not (n.op == "call_function" and n.meta.get("constant", False))
-        ]
-        self.function = Function(
-            calls,
-            trace.inputs,
-            graph.output_node().args[0],
-            {**self.state, **self.constants},
-            trace.owner,
-            forced,
-        )
-        self.made = any(isinstance(n.target, Compiled) for n in graph.nodes)  # by Inductor, in part
+        nodes = (n for n in graph.nodes if n.op not in ("placeholder", "output"))
+        calls = [n for n in nodes if not n.meta.get("constant", False)]
+        out, known = graph.output_node().args[0], {**self.state, **self.constants}
+        self.function = Function(calls, trace.inputs, out, known, trace.owner, forced)
+        self.made = any(isinstance(n.target, Compiled) for n in graph.nodes)  # by Inductor
         self.guard = Guard(trace.example, training)
         self.watch = Watch(model, () if trace.objects is None else trace.objects.kinds)
         self.autocast, self.force = autocast(), policy.current().force
@@ -97,7 +83,6 @@ class Program:
         self.single = trace.out_spec.is_leaf()
         self.ways: Mapping[str, str | None] = {}  # of its regions, each by its last call
         self.sections: list[Section] = []  # recorded on streams of their own
-        self.left_over: list[str] = []  # kinds of runs that Inductor has compiled
         self.contest: Any = None  # in which Inductor may still beat it
         self.refused = 0  # calls in a row that met a changed model
         self.resting = 0  # calls that are not to look
@@ -391,10 +376,10 @@ class Program:
     def nbytes(self) -> int:
         """Bytes of constants held besides the model."""
         held = {id(t): t for t in self.constants.values() if isinstance(t, Tensor)}
-        own = {t.untyped_storage().data_ptr() for t in self.state.values()}
+        own = {_memory(t) for t in self.state.values()} - {None}
         total = 0
         for t in held.values():
-            if t.layout != torch.strided or t.untyped_storage().data_ptr() not in own:
+            if _memory(t) not in own:
                 total += t.numel() * t.element_size()
         return total + (self.replay.nbytes if self.replay is not None else 0)
 

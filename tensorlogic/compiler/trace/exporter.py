@@ -21,6 +21,7 @@ from ...guards.model_guard import HOOKS
 from ...guards.model_state import identities
 from ...system.thread_output import aside
 from .graph_facts import constants, counts, functional, own_outputs, statistics, writes
+from .model_copies import live_tensors
 from .traced_graph import Trace, counters
 
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -55,9 +56,7 @@ def _read(
     program: Any, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Trace:
     graph = copy.deepcopy(program.graph)
-    live: dict[str, Tensor] = {}
-    live.update(model.named_parameters(remove_duplicate=False))
-    live.update(model.named_buffers(remove_duplicate=False))
+    live = live_tensors(model)
     specs = program.graph_signature.input_specs
     places = [n for n in graph.nodes if n.op == "placeholder"]
     state: dict[str, tuple[str, Tensor]] = {}

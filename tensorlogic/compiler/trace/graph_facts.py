@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,14 +46,19 @@ def step(out: Any, training: bool, wrt: Sequence[Tensor]) -> Any:
     return found
 
 
-def last_uses(nodes: Sequence[fx.Node], outputs: Any) -> dict[str, list[str]]:
-    """call -> the values that nobody reads after it."""
+def last_uses(
+    nodes: Sequence[fx.Node], outputs: Any, ends: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
+    """call -> the values that nobody reads after it; what a call in `ends` reads counts as read by the one that it names."""
     kept: set[str] = set()
     fx.map_arg(outputs, lambda n: kept.add(n.name))
     last: dict[str, str] = {}
+    order = {node.name: i for i, node in enumerate(nodes)}
     for node in nodes:
+        until = (ends or {}).get(node.name, node.name)
         for used in (*node.all_input_nodes, node):
-            last[used.name] = node.name
+            if order[until] >= order.get(last.get(used.name, ""), -1):
+                last[used.name] = until
     found: dict[str, list[str]] = {}
     for value, at in last.items():
         if value not in kept:
@@ -63,23 +68,16 @@ def last_uses(nodes: Sequence[fx.Node], outputs: Any) -> dict[str, list[str]]:
 
 def device_of(trace: Trace) -> torch.device:
     """Where the model computes."""
-    tensors = [t for _, t in trace.state.values()] + [
-        v for v in trace.example if isinstance(v, Tensor)
-    ]
+    given = (v for v in trace.example if isinstance(v, Tensor))
+    tensors = [*(t for _, t in trace.state.values()), *given]
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
 def mutates(graph: fx.Graph) -> bool:
     """True where a run changes buffers or inputs."""
-    return any(
-        n.op == "call_function"
-        and (
-            writes(n)
-            or getattr(n.target, "mutates", False)
-            or (norm(n) and bool(n.args[5:6] == (True,)))
-        )
-        for n in graph.nodes
-    )
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    trains = any(norm(n) and bool(n.args[5:6] == (True,)) for n in calls)
+    return trains or any(writes(n) or getattr(n.target, "mutates", False) for n in calls)
 
 
 def norm(node: fx.Node, kind: str = "_norm") -> bool:
@@ -144,46 +142,38 @@ def functional(graph: fx.Graph) -> None:
         base = node.args[0]
         memory = storage(base)
         others = sharing.get(memory, []) if memory is not None else []
-        if memory is None or any(
-            n.op == "placeholder"
-            or (
-                n is not base
-                and order[n] < order[node]
-                and any(order[u] > order[node] for u in n.users)
-            )
-            for n in others
-        ):
+        at = order[node]
+        earlier = [n for n in others if n is not base and order[n] < at]
+        read_later = any(order[u] > at for n in earlier for u in n.users)
+        if memory is None or read_later or any(n.op == "placeholder" for n in others):
             continue
         if base.op != "call_function" or example(base).shape != example(node).shape:  # type: ignore[union-attr]
             continue
         for user in list(base.users):
-            if order[user] > order[node]:
+            if order[user] > at:
                 user.replace_input_with(base, node)
         node.target = plain
 
 
 def _out_of_place(node: fx.Node) -> Any:
     """aten.relu for aten.relu_; None where there is no such twin."""
-    if (
-        node.op != "call_function"
-        or not writes(node)
-        or not isinstance(node.target, torch._ops.OpOverload)
-    ):
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not writes(node):
         return None
-    packet = node.target.overloadpacket.__name__
-    if not packet.endswith("_") or packet.endswith("__") or node.target.namespace != "aten":
+    packet = target.overloadpacket.__name__
+    if not packet.endswith("_") or packet.endswith("__") or target.namespace != "aten":
         return None
     twin = getattr(torch.ops.aten, packet[:-1], None)
-    if twin is None or node.target._overloadname not in twin.overloads():
+    if twin is None or target._overloadname not in twin.overloads():
         return None
     base = example(node.args[0]) if node.args else None
     out = example(node)
     if base is None or out is None or base.dtype != out.dtype:
         return None
-    written = [a for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
+    written = [a for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
     other = example(node.args[1]) if len(node.args) > 1 else None
     wider = other is not None and torch.result_type(base, other) != base.dtype
-    return None if wider or len(written) != 1 else getattr(twin, node.target._overloadname)
+    return None if wider or len(written) != 1 else getattr(twin, target._overloadname)
 
 
 def random_call(node: fx.Node) -> bool:
@@ -219,12 +209,6 @@ def constants(graph: fx.Graph, state: set[str]) -> None:
         elif node.op == "call_function" and not random_call(node) and not writes(node):
             pure = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
             real = isinstance(node.meta.get("val"), (Tensor, tuple, list))
-            fresh = storage(node) not in dirty
-            batch = norm(node)
-            node.meta["constant"] = (
-                pure
-                and real
-                and fresh
-                and not batch
-                and all(n.meta.get("constant", False) for n in node.all_input_nodes)
-            )
+            fresh = storage(node) not in dirty and not norm(node)
+            steady = all(n.meta.get("constant", False) for n in node.all_input_nodes)
+            node.meta["constant"] = pure and real and fresh and steady

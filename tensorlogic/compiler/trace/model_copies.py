@@ -25,6 +25,12 @@ def sharing(model: nn.Module, buffers: bool = True) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {**named, **dict(model.named_buffers(remove_duplicate=False))}
+
+
 def undisturbed() -> Any:
     """The default generators of the CPU and the current GPU are as before afterwards."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])

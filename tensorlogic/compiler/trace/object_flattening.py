@@ -244,13 +244,8 @@ class _Step:
         new: dict[str, list[int]] = {"tensor": [], "object": [], "plain": []}
         for i, ref in enumerate(content.refs):
             kind, value, _ = ref
-            self.types.append(
-                type(value)
-                if kind == "plain"
-                else Tensor
-                if kind == "tensor"
-                else contents[value].kind
-            )
+            found = contents[value].kind if kind == "object" else Tensor
+            self.types.append(type(value) if kind == "plain" else found)
             if kind != "plain" and ref in known:
                 self.met.append((i, kind == "tensor", value))
             else:

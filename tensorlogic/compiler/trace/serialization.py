@@ -16,14 +16,17 @@ class Unpackable(Exception):
     """What plain data cannot hold."""
 
 
+KEPT = "as it is"
 NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory"}
 
 
-def packed(graph: fx.Graph) -> list[Any]:
+def packed(graph: fx.Graph, values: bool = True) -> list[Any]:
     """One entry a node: op, name, target, arguments, keyword arguments, example value.
 
+    What JSON does not know, such as a function that is no operator, is in it as it is. Without `values` no example values are.
+
     Raises:
-        Unpackable: the graph holds another one, or what is no tensor, number, text or setting of PyTorch.
+        Unpackable: the graph holds another one, or an example value is no plain tensor.
     """
     memory: dict[int, int] = {}
     entries: list[Any] = []
@@ -32,7 +35,7 @@ def packed(graph: fx.Graph) -> list[Any]:
             raise Unpackable(f"{node.op} {node.target}")
         target = _named(node) if node.op == "call_function" else str(node.target)
         words = {k: _told(v) for k, v in node.kwargs.items()}
-        value = _look(node.meta.get("val"), memory)
+        value = _look(node.meta.get("val") if values else None, memory)
         entries.append([node.op, node.name, target, _told(tuple(node.args)), words, value])
     return entries
 
@@ -57,19 +60,21 @@ def _named(node: fx.Node) -> Any:
     if target is operator.getitem:
         return "getitem"
     if not isinstance(target, torch._ops.OpOverload):
-        raise Unpackable(str(target))
+        return {KEPT: target}
     return [target._schema.name, target._overloadname]
 
 
 def _op(target: Any) -> Any:
     if target == "getitem":
         return operator.getitem
+    if isinstance(target, dict):
+        return target[KEPT]
     (space, _, word), overload = target[0].partition("::"), target[1]
     return getattr(getattr(getattr(torch.ops, space), word), overload)
 
 
 def _told(value: Any) -> Any:
-    """An argument as data."""
+    """An argument of a call as plain data."""
     if isinstance(value, fx.Node):
         return {"node": value.name}
     if isinstance(value, tuple):
@@ -84,7 +89,9 @@ def _told(value: Any) -> Any:
         return {"device": str(value)}
     if type(value) in NAMED:
         return {NAMED[type(value)]: str(value).removeprefix("torch.")}
-    raise Unpackable(type(value).__name__)
+    if isinstance(value, dict):
+        return {"dict": {k: _told(v) for k, v in value.items()}}
+    return {KEPT: value}
 
 
 def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
@@ -99,6 +106,10 @@ def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
         return tuple(_read(v, nodes) for v in told)
     if kind == "float":
         return float(told)
+    if kind == "dict":
+        return {k: _read(v, nodes) for k, v in told.items()}
+    if kind == KEPT:
+        return told
     return torch.device(told) if kind == "device" else getattr(torch, told)
 
 

@@ -33,6 +33,16 @@ class Trace:
     # what the model itself gave, where nothing was compared yet
     theirs: Sequence[Tensor] | None = None
 
+    @property
+    def calls(self) -> list[fx.Node]:
+        """What a run evaluates, in its order."""
+        return [n for n in self.graph.nodes if n.op in ("call_function", "get_attr")]
+
+    @property
+    def outputs(self) -> Any:
+        """The nodes that a run gives, nested as the model's output."""
+        return self.graph.output_node().args[0]
+
 
 def counters(
     state: Mapping[str, tuple[str, Tensor]], live: Mapping[str, Tensor]

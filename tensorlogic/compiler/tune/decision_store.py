@@ -1,4 +1,4 @@
-"""Decisions about regions and whole models on disk: what one process has measured, the next one need not measure again.
+"""Decisions about regions and whole models, with their evidence, kept on disk: the next process need not measure again.
 
 One JSON file per environment, beside the plans: written in one step under a lock, of a damaged one what can be read.
 """
@@ -21,6 +21,7 @@ from ...core import policy as policies
 from ...core.op import OPS
 from ...dispatch import candidate_loading
 from ...guards.global_state import precisions
+from ...measure import timer
 from ...native import hook_extension, library_files
 from ...plans import file_format, open_stores
 from ...plans.environment import environment
@@ -28,13 +29,63 @@ from ...plans.file_format import Records
 from ...system import settings
 from ...system.package import FOLDER
 from ..reporting.report import Report, Row
+from ..rewrite.matcher import Region
 from ..trace.traced_graph import Trace
-from .decision import Decision
 
+# of a way's error that the next one must have where the whole model's error grew
+MILDER = 0.8
 MOST = 4000  # records of one file; the oldest go
 LOCK_S = 2.0  # for a file that another process is saving
+# what a report and a stored choice have in common
+TOLD = ("outcome", "reason", "rows", "error", "before_us", "after_us", "ratio", "watched")
 # key of an op -> when its plan was measured, None where nobody has
 Plans = dict[str, str | None]
+
+
+@dataclass
+class Decision:
+    """What stands for all regions of one kind: a way or candidate, or nothing, with the evidence."""
+
+    way: str | None = None
+    ready: tuple[str, ...] = ()  # ways that passed their check
+    row: Row = field(default_factory=lambda: Row("", "", ""))
+    paying: dict[str, Row] = field(default_factory=dict)  # ways that are fast enough
+    plans: dict[str, str | None] = field(default_factory=dict)  # key of its op -> measured when
+
+    def milder(self) -> bool:
+        """Go over to the fastest way of those with a clearly smaller error; False where there is none."""
+        limit = MILDER * (self.row.error or 0.0)
+        fit = {way: r for way, r in self.paying.items() if (r.error or 0.0) <= limit}
+        if not fit:
+            return False
+        least = min(fit, key=lambda way: slowness(fit[way]))
+        found = fit[least]
+        self.way, self.ready, row = least, (least,), self.row
+        row.candidate, row.after_us, row.ratio = found.candidate, found.after_us, found.ratio
+        row.error = found.error
+        return True
+
+    def inexact(self) -> list[str | None]:
+        """This way, and those that add to the original's error no less."""
+        least = max(self.row.error or 0.0, 1.1)
+        return [self.way, *(w for w, r in self.paying.items() if (r.error or 0.0) >= least)]
+
+
+def evidence(region: Region, way: str, shown: str, error: float, samples: timer.Samples) -> Row:
+    """The times of one way beside the original calls."""
+    before, after = samples.median("before"), samples.median(way)
+    ratio = samples.ratio(way, "before")
+    return Row(region.root, region.op, shown, 0, before, after, ratio, error)
+
+
+def slowness(row: Row) -> float:
+    """The fraction of the original's time that a way takes."""
+    return row.ratio[0] if row.ratio is not None else float("inf")
+
+
+def refused(region: Region, reason: str, error: float | None) -> Decision:
+    """The decision for a region that stays as it was."""
+    return Decision(None, (), Row(region.root, region.op, "", 0, error=error, refused=reason))
 
 
 @dataclass
@@ -53,7 +104,6 @@ class Choice:
     ratio: tuple[float, float, float] | None
     plans: Plans = field(default_factory=dict)
     sections: list[Any] = field(default_factory=list)  # lanes of calls on streams of their own
-    left_over: list[str] = field(default_factory=list)  # kinds of runs by Inductor
     watched: dict[str, Any] | None = None  # where the time of a call of the original went
     hurried: list[str] = field(default_factory=list)  # calls that did not wait for a compiler
     when: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
@@ -61,28 +111,24 @@ class Choice:
     @classmethod
     def of(cls, report: Report, program: Any, banned: list[str], plans: Plans) -> Choice:
         """What a report says, and the program that is served from now on (None: the original)."""
+        told = {name: getattr(report, name) for name in TOLD}
+        if program is None:
+            return cls(captured=False, banned=banned, ways={}, plans=plans, **told)
         return cls(
-            report.outcome,
-            program is not None and program.replay is not None,
-            report.reason,
-            banned,
-            {} if program is None else dict(program.ways),
-            report.rows,
-            report.error,
-            report.before_us,
-            report.after_us,
-            report.ratio,
-            plans,
-            [] if program is None else [s.lanes for s in program.sections],
-            [] if program is None else program.left_over,
-            report.watched,
-            [] if program is None else sorted(program.function.sites.hurried),
+            captured=program.replay is not None,
+            banned=banned,
+            ways=dict(program.ways),
+            plans=plans,
+            sections=[s.lanes for s in program.sections],
+            hurried=sorted(program.function.sites.hurried),
+            **told,
         )
 
-    @property
-    def by_inductor(self) -> bool:
-        """Whether anything of it is Inductor's."""
-        return self.outcome == "compiled" or bool(self.left_over)
+    def tell(self, report: Report) -> None:
+        """Put what an earlier process has found into this one's report."""
+        vars(report).update({name: getattr(self, name) for name in TOLD})
+        report.watch = None
+        report.notes.append(f"decided and timed by an earlier process, {self.when}")
 
 
 class Stored:
@@ -198,27 +244,18 @@ def _spec(value: Any) -> str:
 
 
 def switches(device: torch.device) -> tuple[Any, ...]:
-    """What of PyTorch's and our own settings changes how long calls take."""
-    backends = torch.backends
+    """PyTorch's and our own settings that change how long calls take."""
+    backends, sdp, cudnn = torch.backends, torch.backends.cuda, torch.backends.cudnn
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    sdp = backends.cuda
     kinds = sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()
-    cudnn = backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        precisions(),
-        backends.mkldnn.enabled,
-        hook_extension.enabled,
-        settings.NATIVE_ISA.read(),
-        *autocast,
-        *kinds,
-        *cudnn,
-    )
+    exact = torch.are_deterministic_algorithms_enabled(), precisions()
+    own = backends.mkldnn.enabled, hook_extension.enabled, settings.NATIVE_ISA.read()
+    return *exact, *own, *autocast, *kinds, cudnn.enabled, cudnn.benchmark, cudnn.deterministic
 
 
 @functools.cache
 def code_version() -> str:
-    """Of everything that decides and computes: this package's text, and which libraries were built beside it."""
+    """A hash of everything that decides and computes: this package's text, and which libraries were built beside it."""
     found = hashlib.sha256()
     for path in sorted(FOLDER.rglob("*.py")):
         found.update(path.relative_to(FOLDER).as_posix().encode())
@@ -231,13 +268,8 @@ def code_version() -> str:
 
 def _candidates() -> str:
     """Which candidates there are; of third parties' also their text."""
-    return _digest(
-        *(
-            f"{name} {c.id} {'' if c.trusted else c.source}"
-            for name, op in sorted(OPS.items())
-            for c in op.known
-        )
-    )
+    known = ((name, c) for name, op in sorted(OPS.items()) for c in op.known)
+    return _digest(*(f"{name} {c.id} {'' if c.trusted else c.source}" for name, c in known))
 
 
 # what files held when this process first looked, and what it added
@@ -268,8 +300,11 @@ def _read(make: Callable[[Any], Any], record: Mapping[str, Any]) -> Any:
 
 
 def _row(record: Mapping[str, Any]) -> Row:
-    ratio = record["ratio"]
-    return Row(**{**record, "ratio": None if ratio is None else tuple(map(float, ratio))})
+    return Row(**{**record, "ratio": _ratio(record["ratio"])})
+
+
+def _ratio(read: Any) -> tuple[float, ...] | None:
+    return None if read is None else tuple(map(float, read))
 
 
 def _decision(record: dict[str, Any]) -> Decision:
@@ -279,17 +314,9 @@ def _decision(record: dict[str, Any]) -> Decision:
 
 
 def _choice(record: dict[str, Any]) -> Choice:
-    ratio = record["ratio"]
     read: dict[str, Any] = {"rows": [_row(r) for r in record["rows"]], "ways": dict(record["ways"])}
-    read["ratio"] = None if ratio is None else tuple(map(float, ratio))
-    return Choice(
-        **{
-            **record,
-            **read,
-            "banned": list(record["banned"]),
-            "hurried": list(record.get("hurried", ())),
-        }
-    )
+    lists = {"banned": list(record["banned"]), "hurried": list(record.get("hurried", ()))}
+    return Choice(**{**record, **read, **lists, "ratio": _ratio(record["ratio"])})
 
 
 def _digest(*texts: str) -> str:
@@ -297,5 +324,5 @@ def _digest(*texts: str) -> str:
 
 
 def merged(plans: Iterable[Plans]) -> Plans:
-    """All of them."""
+    """The plans of several decisions as one mapping."""
     return {text: when for each in plans for text, when in each.items()}

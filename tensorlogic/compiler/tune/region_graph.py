@@ -90,11 +90,8 @@ def ways_of(target: Any) -> tuple[Way, ...]:
 
 def _arrives(node: fx.Node, value: Any) -> Any:
     """An image as its producer will hand it over once that runs with adjacent channels, too."""
-    return (
-        channels_last(value)
-        if node.users and all(u.target is channels_last for u in node.users)
-        else value
-    )
+    adjacent = bool(node.users) and all(u.target is channels_last for u in node.users)
+    return channels_last(value) if adjacent else value
 
 
 def full(node: fx.Node, known: Callable[[fx.Node], Any] = lambda n: n) -> tuple[Any, ...]:

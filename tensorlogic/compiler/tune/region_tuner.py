@@ -16,6 +16,7 @@ from ...core.key import Key
 from ...core.op import Op
 from ...core.rewrite_rule import Composite, Way
 from ...core.tolerance import Verdict
+from ...cuda_graphs import captured_graph
 from ...dispatch import candidate_loading
 from ...guards import tensor_tree
 from ...guards.errors import first_line
@@ -24,12 +25,12 @@ from ...system import compile_pool
 from ..rewrite.matcher import Region
 from ..runtime.codegen import Function
 from ..trace import widening
+from ..trace.graph_facts import last_uses
 from ..trace.traced_graph import Trace
 from ..verify import equivalence
 from ..verify.whole_model import apart
 from . import precompile
-from .decision import Decision, evidence, refused, slowness
-from .decision_store import Plans, Stored, planned
+from .decision_store import Decision, Plans, Stored, evidence, planned, refused, slowness
 from .region_graph import CHOSEN, PLAIN, Fragment, full, value_of, ways_of
 
 HEATS = 3  # rounds in which all ways run
@@ -39,7 +40,7 @@ CLOSE = 1.2
 LEAST_GAIN = 0.98
 SHARE_S = {"cuda": 0.01}  # seconds that one implementation of one region is timed for
 USUAL_SHARE_S = 0.02  # where no graph replay takes the noise away
-FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError)
+FAILURES = (*captured_graph.FAILURES, IndexError)
 
 
 class Judge:
@@ -66,11 +67,8 @@ class Judge:
     @compile_pool.awaited()
     def decide(self, regions: Sequence[Region], values: Mapping[str, Any]) -> dict[str, Decision]:
         """root -> decision for every region, in one walk over the original graph; `values` are its inputs and state."""
-        found = {
-            r.root: d
-            for r in regions
-            if (d := self.passed.get((r.op, r.root, r.calls))) is not None
-        }
+        passed = {r.root: self.passed.get((r.op, r.root, r.calls)) for r in regions}
+        found = {root: d for root, d in passed.items() if d is not None}
         at = {r.root: r for r in regions if r.root not in found}
         with torch.no_grad():
             jobs = self._begun(at, regions, values)
@@ -102,9 +100,8 @@ class Judge:
             found = self._keyed(region, env)
             if found is not None:
                 served[region.root] = precompile.jobs(*found, self.device)
-                tried[region.root] = [
-                    j for _, own in precompile.rivals(*found, self.device) for j in own
-                ]
+                rivals = precompile.rivals(*found, self.device)
+                tried[region.root] = [j for _, own in rivals for j in own]
         compile_pool.begin(job for own in served.values() for job in own)
         compile_pool.submit(dict.fromkeys(job for own in tried.values() for job in own))
         return {root: [*own, *tried[root]] for root, own in served.items()}
@@ -116,8 +113,10 @@ class Judge:
         env: dict[str, Any] = dict(values)
         if self.writes:  # each walk its own
             env |= apart({n: v for n, v in values.items() if isinstance(v, Tensor)})
-        nodes = [n for n in self.trace.graph.nodes if n.op in ("call_function", "get_attr")]
-        last = self._lifetimes(nodes, regions)
+        nodes = self.trace.calls
+        # what a region reads stays until its last call
+        ends = {name: r.root for r in regions for name in r.calls}
+        last = last_uses(nodes, self.trace.outputs, ends)
         left = len(at)
         for node in nodes if at else ():
             equivalence.evaluate([node], env, self.trace.owner)
@@ -127,32 +126,12 @@ class Judge:
                 if left == 0:
                     return
             for done in last.get(node.name, ()):
-                env.pop(done, None)
+                if done not in values:
+                    env.pop(done, None)
 
     def forget(self, decision: Decision) -> None:
         """Check the regions again for which this stands: another way does by now."""
         self.passed = {k: d for k, d in self.passed.items() if d is not decision}
-
-    def _lifetimes(
-        self, nodes: Sequence[fx.Node], regions: Sequence[Region]
-    ) -> dict[str, list[str]]:
-        """call -> values to drop after it: what a region reads stays until its last call."""
-        ends = {name: r.root for r in regions for name in r.calls}
-        order = {n.name: i for i, n in enumerate(nodes)}
-        last: dict[str, str] = {}
-        for node in nodes:
-            until = ends.get(node.name, node.name)
-            for used in (*node.all_input_nodes, node):
-                if used.op != "placeholder" and order[until] >= order.get(
-                    last.get(used.name, ""), -1
-                ):
-                    last[used.name] = until
-        for used in self.trace.graph.output_node().all_input_nodes:
-            last.pop(used.name, None)
-        found: dict[str, list[str]] = {}
-        for value, at in last.items():
-            found.setdefault(at, []).append(value)
-        return found
 
     def _one(self, region: Region, env: Mapping[str, Any]) -> Decision:
         nodes = [n for n in self.trace.graph.nodes if n.name in region.calls]
@@ -172,12 +151,12 @@ class Judge:
             late = refused(region, "not measured: no time was left in budget_s", None)
             return self.known.setdefault(key, late)
         before = Function(nodes, [n.name for n in inputs], nodes[-1], {}, self.trace.owner)
-        names, owner = [n.name for n in inputs], self.trace.owner
-        expected = Expected(nodes, names, nodes[-1].name, values, owner)
+        expected = Expected(nodes, before.inputs, nodes[-1].name, values, self.trace.owner)
         if known is not None:
-            problem, error = self._check(region, known, env, expected)
-            known.row.error = max(known.row.error or 0.0, error)
-            return known if problem is None else refused(region, problem, error)
+            verdict = expected.judge(Fragment(region, known.way, env))
+            known.row.error = max(known.row.error or 0.0, verdict.error)
+            why = verdict.reason
+            return known if why is None else refused(region, why, verdict.error)
         if earlier is not None and self._stands(region, earlier, env, expected):
             return self.known.setdefault(key, earlier)
         decision = self._measure(region, env, before, values, expected)
@@ -193,11 +172,11 @@ class Judge:
     ) -> bool:
         """Whether what an earlier process found is right here, too; its times are taken as they are."""
         try:
-            problem, error = self._check(region, earlier, env, expected)
+            verdict = expected.judge(Fragment(region, earlier.way, env))
         except FAILURES:
             return False
-        earlier.row.region, earlier.row.error = region.root, error
-        return problem is None
+        earlier.row.region, earlier.row.error = region.root, verdict.error
+        return verdict.reason is None
 
     def _plans(self, region: Region, env: Mapping[str, Any]) -> Plans:
         """The key of a region's op, and when its plan was measured: another plan is a reason to decide anew."""
@@ -290,13 +269,6 @@ class Judge:
         for candidate, jobs in precompile.rivals(*found, self.device):
             if compile_pool.there(jobs) or time.perf_counter() < self.deadline:
                 yield candidate.id
-
-    def _check(
-        self, region: Region, decision: Decision, env: Mapping[str, Any], expected: Expected
-    ) -> tuple[str | None, float]:
-        """Why the replacement may not stand here (None if it may), and its error over the original's."""
-        verdict = expected.judge(Fragment(region, decision.way, env))
-        return verdict.reason, verdict.error
 
 
 def stepping(run: Callable[..., Any], leaves: Sequence[Any]) -> Callable[[], Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx.node import map_aggregate
 from ...core.tolerance import Errors, Verdict, chance, judge, of_all, spacing
 from ...guards.tensor_tree import flat_values
 from ..trace.graph_facts import seeds
+from ..trace.traced_graph import Trace
 from ..trace.widening import FLOATS, _wide, widen
 
 GROWTH = 1.4  # times the original's own error that a whole model may have
@@ -65,44 +67,43 @@ def evaluate(
     Random numbers are kept in `drawn`, and those that are there already are taken from it. Nothing is dropped out unless
     `dropping`.
     """
-    if dtype is not None:
-        with warnings.catch_warnings():  # autocast regions say that they do not know it
-            warnings.simplefilter("ignore", UserWarning)
-            return _evaluate(nodes, env, owner, dtype, last, drawn, dropping)
-    return _evaluate(nodes, env, owner, dtype, last, drawn, dropping)
+    with _unwarned() if dtype is not None else contextlib.nullcontext():
+        for node in nodes:
+            if node.op == "get_attr":
+                held = operator.attrgetter(str(node.target))(owner)
+                if dtype is not None and isinstance(held, fx.GraphModule):
+                    held = _block(held, dtype)
+                env[node.name] = held
+                continue
+            if drawn is not None and node.name in drawn:
+                value = drawn[node.name]
+                env[node.name] = value.clone() if dtype is None else widen(value, dtype)
+                continue
+            given = node.args if dropping else silent(node)
+            args = fx.map_arg(given, lambda n: env[n.name])
+            kwargs = fx.map_arg(node.kwargs, lambda n: env[n.name])
+            if dtype is not None:
+                args = tuple(a if isinstance(a, Tensor) else _dtypes(a, dtype) for a in args)
+                kwargs = {k: _dtypes(v, dtype) for k, v in kwargs.items()}
+            env[node.name] = cast(Callable[..., Any], node.target)(*args, **kwargs)
+            if drawn is not None and draws(node):
+                drawn[node.name] = env[node.name].detach().clone()
+            for done in (last or {}).get(node.name, ()):
+                env.pop(done, None)
 
 
-def _evaluate(
-    nodes: Sequence[fx.Node],
-    env: dict[str, Any],
-    owner: torch.nn.Module | None,
-    dtype: torch.dtype | None,
-    last: Mapping[str, Sequence[str]] | None,
-    drawn: dict[str, Tensor] | None,
-    dropping: bool,
-) -> None:
-    for node in nodes:
-        if node.op == "get_attr":
-            held = operator.attrgetter(str(node.target))(owner)
-            if dtype is not None and isinstance(held, fx.GraphModule):
-                held = _block(held, dtype)
-            env[node.name] = held
-            continue
-        if drawn is not None and node.name in drawn:
-            value = drawn[node.name]
-            env[node.name] = value.clone() if dtype is None else widen(value, dtype)
-            continue
-        given = node.args if dropping else silent(node)
-        args = fx.map_arg(given, lambda n: env[n.name])
-        kwargs = fx.map_arg(node.kwargs, lambda n: env[n.name])
-        if dtype is not None:
-            args = tuple(a if isinstance(a, Tensor) else _dtypes(a, dtype) for a in args)
-            kwargs = {k: _dtypes(v, dtype) for k, v in kwargs.items()}
-        env[node.name] = cast(Callable[..., Any], node.target)(*args, **kwargs)
-        if drawn is not None and draws(node):
-            drawn[node.name] = env[node.name].detach().clone()
-        for done in (last or {}).get(node.name, ()):
-            env.pop(done, None)
+def run(traced: Trace, env: dict[str, Any], *how: Any, **words: Any) -> Any:
+    """A traced graph's outputs for the placeholders' values in `env`, which it fills; the rest as `evaluate` takes it."""
+    evaluate(traced.calls, env, traced.owner, *how, **words)
+    return fx.map_arg(traced.outputs, lambda n: env[n.name])
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """Autocast regions say that they do not know a dtype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def _block(block: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:

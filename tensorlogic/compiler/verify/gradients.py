@@ -10,7 +10,9 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...cuda_graphs.captured_graph import FAILURES
 from ...guards.errors import Untraceable, first_line
+from ...guards.tensor_tree import steps_of
 from ..trace import graph_facts
 from ..trace.model_copies import fresh, sharing, undisturbed, unwritten
 from ..trace.traced_graph import Trace
@@ -20,7 +22,6 @@ from .whole_model import expected_inputs
 # whose functions have the gradients of what they compute
 OWN = ("tensorlogic", "torch.utils.checkpoint")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError)
 SEED = 20
 
 
@@ -39,19 +40,9 @@ class _Hooked(TorchFunctionMode):
 
 def written_by_hand(outs: Sequence[Tensor]) -> str:
     """A torch.autograd.Function that these outputs went through, by its name; "" where there is none."""
-    waiting: list[Any] = [o.grad_fn for o in outs if o.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            kind = getattr(type(node), "_forward_cls", type(node))
-            if not kind.__module__.startswith(OWN):
-                return str(kind.__qualname__)
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                waiting.append(after)
-    return ""
+    steps = (n for n in steps_of(outs) if isinstance(n, torch.autograd.function.BackwardCFunction))
+    kinds = (getattr(type(node), "_forward_cls", type(node)) for node in steps)
+    return next((str(k.__qualname__) for k in kinds if not k.__module__.startswith(OWN)), "")
 
 
 def opaque(graph: fx.GraphModule) -> str:
@@ -88,7 +79,8 @@ def same(traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
                 values[name] = v.detach().clone().requires_grad_(v.requires_grad)
         asking = [values[n] for n in traced.inputs if isinstance(values[n], Tensor)]
         torch.manual_seed(SEED)
-        made = _recorded(_run(traced, values))
+        with torch.enable_grad():
+            made = _recorded(equivalence.run(traced, values, dropping=True))
         wrt = [*(values[n] for n in names), *(v for v in asking if v.requires_grad)]
         ours = _gradients(made, wrt)
     if not equivalence.close(made, outs):
@@ -97,13 +89,6 @@ def same(traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
         raise Untraceable("the graph's outputs are not the model's")
     if not equivalence.close(ours, theirs):
         raise Untraceable("the graph's gradients are not the model's")
-
-
-def _run(traced: Trace, values: dict[str, Any]) -> Any:
-    nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
-    with torch.enable_grad():
-        equivalence.evaluate(nodes, values, traced.owner, dropping=True)
-    return fx.map_arg(traced.graph.output_node().args[0], lambda n: values[n.name])
 
 
 def _recorded(value: Any) -> list[Tensor]:

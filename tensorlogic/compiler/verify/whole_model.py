@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ...core.tolerance import Verdict
 from ...guards import tensor_tree
 from ...guards.errors import Untraceable, first_line
 from ...guards.model_guard import strides_of
+from ..reporting.report import Report
 from ..runtime.program import Program
 from ..trace import widening
 from ..trace.graph_facts import last_uses, mutates, random_call
 from ..trace.traced_graph import Trace
 from . import equivalence
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Original:
+    """The model that a program shall replace: its own call on the example, and what the program must do."""
+
+    model: nn.Module  # the copy that programs watch
+    before: Callable[..., Any]
+    given: Given  # example arguments
+    training: bool
+    report: Report
+    budget_s: float
+    # until when Inductor competes, by `time.perf_counter`; 0 where not yet
+    until: float = 0.0
+
+    def call(self) -> Any:
+        """The output of the model's own code on the example."""
+        return self.before(*self.given[0], **self.given[1])
 
 
 def expected_inputs(traced: Trace) -> dict[str, Any]:
@@ -42,8 +64,7 @@ class Whole:
 
     def __init__(self, traced: Trace, training: bool) -> None:
         self.traced, self.training = traced, training
-        self.outputs = traced.graph.output_node().args[0]
-        self.nodes = [n for n in traced.graph.nodes if n.op in ("call_function", "get_attr")]
+        self.outputs, self.nodes = traced.outputs, traced.calls
         values = expected_inputs(traced)
         dtype = widening.wide_dtype(list(values.values()))
         wants = [n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad]
@@ -69,8 +90,7 @@ class Whole:
         last = last_uses(self.nodes, self.outputs)
         with torch.set_grad_enabled(self.training):
             kept = None if self.training else last
-            equivalence.evaluate(self.nodes, env, self.traced.owner, dtype, kept, self.drawn)
-            outs = fx.map_arg(self.outputs, lambda n: env[n.name])
+            outs = equivalence.run(self.traced, env, dtype, kept, self.drawn)
             if dtype is None:
                 named = tensor_tree.flat_values(self.outputs)
                 self.strides = [

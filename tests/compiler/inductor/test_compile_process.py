@@ -1,4 +1,4 @@
-"""Inductor itself, where other tests let something stand for it: of a whole model, and of what rewriting left over."""
+"""Inductor itself, where other tests let something stand for it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import tensorlogic
-from tensorlogic.compiler.inductor import comparison, compile_process, partition
-from tensorlogic.guards import errors
+from tensorlogic.compiler.inductor import comparison, compile_process
 from tensorlogic.measure import timer
 from tensorlogic.plans import open_stores
 from tensorlogic.system import settings
 
-from ...support.inductor_fakes import DEVICE, Normed, Tails, graded, left, same, x
+from ...support.inductor_fakes import DEVICE, Normed, same, x
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))),
@@ -65,32 +64,3 @@ def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = tensorlogic.optimize(original, x(), training=True)
     assert fast.report.outcome == "compiled", fast.report
     agrees(fast)
-
-
-def nothing() -> fx.Graph:
-    """What takes no time to compile."""
-    graph = fx.Graph()
-    graph.output([])
-    return graph
-
-
-def test_what_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tensorlogic.compiler.tune.region_tuner.LEAST_GAIN", 1e9
-    )  # all of ours pays
-    monkeypatch.setattr(partition, "SHARE", 0.0)  # and every run is worth it
-    ratio = timer.Samples.ratio
-    monkeypatch.setattr(
-        timer.Samples,
-        "ratio",
-        lambda self, a, b: (0.5, 0.4, 0.6) if a == "inductor" else ratio(self, a, b),
-    )
-    monkeypatch.setattr(comparison.Contest, "_whole", lambda self, job, expected: None)
-    monkeypatch.setattr(
-        compile_process, "whole", lambda trace, path: compile_process.Order(nothing(), [], path)
-    )
-    model, given = Tails().to(DEVICE), x()
-    fast = tensorlogic.optimize(model, given, training=True, budget_s=200)
-    assert [r.refused for r in left(fast.report)] == ["", ""], fast.report
-    assert fast._program((given,), {}) is not errors.MISS
-    same(graded(fast, given), graded(model, given))

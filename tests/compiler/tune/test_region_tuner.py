@@ -20,7 +20,7 @@ from tensorlogic.compiler.runtime import program as runtime_program
 from tensorlogic.compiler.runtime.codegen import Sites
 from tensorlogic.compiler.trace.exporter import trace
 from tensorlogic.compiler.tune import precompile, region_graph, region_tuner
-from tensorlogic.compiler.tune.decision import Decision
+from tensorlogic.compiler.tune.decision_store import Decision
 from tensorlogic.compiler.tune.region_graph import CHOSEN, Fragment
 from tensorlogic.compiler.tune.region_tuner import HEATS, raced
 from tensorlogic.compiler.verify import whole_model as verify_whole_model

@@ -8,7 +8,7 @@ import pytest
 
 from tensorlogic.compiler.program_search import Plan
 from tensorlogic.compiler.reporting.report import Row
-from tensorlogic.compiler.tune.decision import Decision
+from tensorlogic.compiler.tune.decision_store import Decision
 
 
 def decision(way: str, before_us: float, **paying: float) -> Decision:

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.candidate import EAGER, Launcher
-from ..core.candidate_errors import BIND_ERRORS, Failed
+from ..core.candidate import BIND_ERRORS, EAGER, Failed, Launcher
 from ..core.key import Key
 from ..core.op import Op
 from ..measure import isolation, timer
@@ -26,8 +25,7 @@ from ..plans.plan import Evidence, Plan
 from ..system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
-# of the time of the one chosen alone: who may win in company
-NEAR = 1.1
+NEAR = 1.1  # of the time of the one chosen alone: who may win in company
 MOST = 3  # of each direction
 LONG_US = 1000.0  # of both: what overlaps is microseconds
 BACKWARD = "_backward"

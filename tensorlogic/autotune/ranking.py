@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core import candidate_errors
 from ..core.candidate import EAGER, Candidate, Config, Launcher, Probe
 from ..core.key import Key
 from ..core.op import OPS
@@ -33,14 +32,6 @@ class Entrant:
         """What its configurations are compared by: a caller who goes on with the outputs at once, and one who does so long after, are as
         likely, and the latter's reading takes the same whatever the configuration."""
         return self.rough_us + self.then_us
-
-
-class Failed(candidate_errors.Failed):
-    """A candidate that passed its check failed while it was timed."""
-
-    def __init__(self, entrant: Entrant, problem: Exception | str) -> None:
-        super().__init__(problem)
-        self.entrant = entrant
 
 
 def clocks_of(entrants: Sequence[Entrant]) -> set[Probe]:
@@ -103,14 +94,4 @@ def measured(e: Entrant, device_us: float, host_us: float, spread: float, reason
 
 def refused(candidate: Candidate, reason: str) -> Evidence:
     """Why a candidate does not compete."""
-    return Evidence(
-        candidate=candidate.id,
-        config={},
-        status="refused",
-        device_us=0.0,
-        host_us=0.0,
-        spread=0.0,
-        error=0.0,
-        reason=reason,
-        source=candidate.source,
-    )
+    return Evidence(candidate.id, {}, "refused", reason=reason, source=candidate.source)

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from ..core import candidate_errors
-from ..core.candidate import EAGER, Candidate, Outputs
-from ..core.candidate_errors import BIND_ERRORS
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Failed, Outputs, failure_reason
 from ..core.key import Key
 from ..core.op import Op
 from ..measure import interference, timer
@@ -25,7 +23,7 @@ from ..plans.plan import DISTURBED, UNFINISHED, Evidence, Plan
 from ..system import compile_pool
 from . import config_queue
 from .config_queue import Turn
-from .ranking import Entrant, Failed, clocks_of, measured, nearest, pick, refused
+from .ranking import Entrant, clocks_of, measured, nearest, pick, refused
 
 LOG = logging.getLogger("tensorlogic")
 # a candidate this many times slower than the incumbent is dropped after one call
@@ -237,7 +235,7 @@ class Study:
         try:
             own = config_queue.listed(candidate, self.key, self.device)
         except BIND_ERRORS as problem:
-            self._refuse(candidate, candidate_errors.reason(problem))
+            self._refuse(candidate, failure_reason(problem))
             return []
         if not own:
             self._refuse(candidate, "unsupported: it has no configuration for this key")
@@ -276,7 +274,7 @@ class Study:
                     entrant, incumbent_us, together
                 )
         except BIND_ERRORS as problem:
-            self._refuse(candidate, candidate_errors.reason(problem))
+            self._refuse(candidate, failure_reason(problem))
             return None
         return None if self._cut(entrant, max(incumbent_us, TOO_SHORT_US)) else entrant
 
@@ -298,9 +296,9 @@ class Study:
             try:
                 outs = entrant.launch(*args)
             except BIND_ERRORS as problem:
-                raise Failed(entrant, problem) from problem
+                raise Failed(problem, entrant) from problem
             if outs is None:
-                raise Failed(entrant, "declined the key it was bound for")
+                raise Failed("declined the key it was bound for", entrant)
             if then is not None:
                 then(outs)
 

@@ -1,4 +1,4 @@
-"""Candidate: one implementation of an op's exact schema."""
+"""Candidate: one implementation of an op's exact schema, and the reason of one that failed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,38 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..system.compile_pool import CompileFailure
 from .key import Key
 from .source_hash import source_hash
 
 Config = Mapping[str, Any]
-
-
 Outputs = tuple[Tensor | None, ...]
-
-
 # (tensors and scalars in schema order) -> outputs, or None to decline
 Launcher = Callable[..., Outputs | None]
-
-
 EAGER = "torch.eager"
+# a third party's candidate may raise anything: kept by name as its reason, never the caller's
+BIND_ERRORS = (Exception,)
 
 
-def _no_reason(_: Any) -> None:
-    return None
+class Failed(Exception):
+    """A candidate failed, and `reason` says why; `entrant` is the one of several that are timed."""
+
+    def __init__(self, problem: Exception | str, entrant: Any = None) -> None:
+        self.reason = problem if isinstance(problem, str) else failure_reason(problem)
+        self.entrant = entrant
+        super().__init__(self.reason)
+
+
+def failure_reason(problem: Exception) -> str:
+    """The reason that evidence keeps of what a candidate raised."""
+    if isinstance(problem, Failed):
+        return problem.reason
+    text = " ".join(str(problem).split())[:300]
+    if isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
+        return f"out of memory: {text}"
+    if isinstance(problem, CompileFailure):
+        return f"failed to compile: {text}"
+    return f"failed: {type(problem).__name__}: {text}"
 
 
 class Probe(Protocol):
@@ -43,10 +57,12 @@ class Candidate:
 
     id: str
     bind: Callable[[Key, Config, torch.device], Launcher]
-    supports: Callable[[Key], str | None] = _no_reason  # None, or why this key cannot run here
+    supports: Callable[[Key], str | None] = lambda key: (
+        None
+    )  # None, or why this key cannot run here
     configs: Callable[[Key], Sequence[Config]] = lambda key: ({},)  # best guess first
     # device type -> None, or why this machine cannot run it
-    available: Callable[[str], str | None] = _no_reason
+    available: Callable[[str], str | None] = lambda device: None
     # modules (or texts: a package with its version) that decide the result; a change invalidates
     # its evidence
     sources: tuple[Any, ...] = ()

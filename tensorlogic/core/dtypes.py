@@ -20,5 +20,4 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 
-
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}

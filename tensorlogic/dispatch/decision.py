@@ -13,9 +13,7 @@ from ..core.op import Op
 
 LOG = logging.getLogger("tensorlogic")
 
-
 AT_HAND = "cost model, without what must be compiled first"
-
 
 _SAID: set[tuple[str, str]] = set()
 
@@ -33,8 +31,7 @@ class Choice:
     # the launcher without its tuple, where PyTorch has it so
     direct: Callable[..., Tensor] | None = None
     settle: Callable[..., Tensor] | None = None  # gradient of a joint forward and backward
-    # beside a joint one: forward alone, for calls that want it so
-    apart: Choice | None = None
+    apart: Choice | None = None  # beside a joint one: forward alone, for calls that want it so
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class Decision:
 
 
 FIXED: dict[tuple[str, str], Decision] = {}  # what deterministic calls of this process met
-
 
 PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")
 

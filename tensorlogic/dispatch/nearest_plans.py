@@ -10,8 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from ..core import candidate_errors
-from ..core.candidate import EAGER, Candidate, Config
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Config
 from ..core.key import Key
 from ..core.op import Op
 from ..plans.plan import Plan
@@ -32,8 +31,7 @@ ANOTHER_WAY = 16.0
 # numbers that follow from what else a configuration and its key say
 DERIVED = {"PART"}
 Pick = tuple[str, Config]
-# of candidates to list their configurations, in this process
-failures = 0
+failures = 0  # of candidates to list their configurations, in this process
 
 
 @dataclass
@@ -137,7 +135,7 @@ def _listed(candidate: Candidate, key: Key) -> list[Config]:
     global failures
     try:
         return list(candidate.configs(key))
-    except candidate_errors.BIND_ERRORS as problem:
+    except BIND_ERRORS as problem:
         LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
         failures += 1
         return []

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..autotune import background_tuning, measure_key
-from ..core import candidate_errors
-from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Config, Launcher, Outputs
 from ..core.dtypes import DTYPES
 from ..core.key import Key
 from ..core.op import DATA_CHOOSERS, OPS, Op
@@ -29,7 +28,6 @@ from .decision import AT_HAND, FIXED, PLAIN, Choice, Decision, say_once
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 # a guess must promise this much before it replaces eager unmeasured
 CLEAR_WIN = 0.95
-
 
 open_stores.ON_FORGET.append(FIXED.clear)
 open_stores.ON_TUNE.append(FIXED.clear)
@@ -103,7 +101,7 @@ def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.devic
         return True
     try:
         return compile_pool.there(candidate.jobs(key, config, device))
-    except candidate_errors.BIND_ERRORS:  # it will fail by name where it is bound
+    except BIND_ERRORS:  # it will fail by name where it is bound
         return True
 
 
@@ -323,7 +321,7 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
     if reason is None:
         try:
             config = next(iter(candidate.configs(key)))
-        except candidate_errors.BIND_ERRORS as problem:
+        except BIND_ERRORS as problem:
             reason = f"it lists no configuration: {type(problem).__name__}: {problem}"
     if reason is not None:
         say_once(
@@ -377,7 +375,7 @@ def _bind(
         except self_test.Later:
             launch = op.candidates[EAGER].bind(key, {}, device)
             return Choice(op.candidates[EAGER], {}, launch, source, cacheable=False)
-        except candidate_errors.BIND_ERRORS as problem:
+        except BIND_ERRORS as problem:
             if isinstance(problem, Refused) and source == "forced":
                 raise
             failure = f"{type(problem).__name__}: {problem}"

@@ -9,8 +9,7 @@ from math import prod
 
 import torch
 
-from ..core import candidate_errors
-from ..core.candidate import Candidate, Config
+from ..core.candidate import BIND_ERRORS, Candidate, Config
 from ..core.key import Key, TensorSpec
 from ..core.op import Op
 from ..measure import isolation, verification
@@ -78,7 +77,7 @@ def _check(
                 if verdict and any(t is not None and t.constant for t in kind.tensors):
                     # by what was derived from the constants
                     verdict = checker.check(launch, coarse=coarse)
-        except candidate_errors.BIND_ERRORS as problem:
+        except BIND_ERRORS as problem:
             reason = f"failed: {type(problem).__name__}: {problem}"
             continue
         if verdict:

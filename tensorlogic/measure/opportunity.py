@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 LEVELS = ("high", "medium", "low")
 
-
 HIGH, MEDIUM = 0.1, 0.02  # of all the time that the list could save
 
 

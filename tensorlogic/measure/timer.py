@@ -36,7 +36,6 @@ KINSHIP = {"cuda": 0.02, "mps": 0.1, "cpu": 0.1}
 # malloc put things
 NEAR = {"cuda": 0.01, "mps": 0.16, "cpu": 0.16}
 
-
 ASKED = frozenset((12, 24, 48, 96))  # rounds after which samples may tell enough
 
 

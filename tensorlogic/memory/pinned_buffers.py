@@ -47,7 +47,6 @@ class TransferStats:
 
 STATS = TransferStats()
 
-
 _CALLS = ("cudaSetDevice", "cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery")
 
 

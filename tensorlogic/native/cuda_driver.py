@@ -13,7 +13,6 @@ from tensorlogic.native import call_extension
 
 STREAM = "aoti_torch_get_current_cuda_stream"
 
-
 # at::detail::empty_strided_cuda(ArrayRef<long>, ArrayRef<long>, ScalarType, optional<Device>)
 EMPTY = "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE"
 

@@ -28,7 +28,6 @@ class Evidence:
 
 DISTURBED = "; what it runs on was disturbed"  # ends the reason of such evidence
 
-
 UNFINISHED = "; kernels of it were still being compiled"  # likewise
 
 

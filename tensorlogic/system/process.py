@@ -96,5 +96,4 @@ def new_in_children(scope: dict[str, Any], **locks: Callable[[], Any]) -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
-
 pause()

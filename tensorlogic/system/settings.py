@@ -38,7 +38,6 @@ class Wrong(ValueError):
 
 _IGNORED: dict[str, Wrong] = {}  # variables as if unset, and what is said of them
 
-
 CACHE_DIR = Variable(
     "TENSORLOGIC_CACHE_DIR",
     "folder of the plan store",

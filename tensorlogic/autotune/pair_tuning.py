@@ -78,12 +78,9 @@ def settle(
     plans = [store.get(met[1]) for met in (forward, backward)]
     if plans[0] is None or plans[1] is None:
         return []
-    near = [
-        _near(met, plan, free is None or plan.key.text in free)
-        for met, plan in zip((forward, backward), plans, strict=True)
-        if plan is not None
-    ]
-    candidates = _pairs_of(near[0], near[1])
+    met = zip((forward, backward), plans, strict=True)
+    near = [_near(m, p, free is None or p.key.text in free) for m, p in met if p is not None]
+    candidates = _pairs_of(*near)
     if len(candidates) < 2 or sum(e.device_us for e in candidates[0]) > LONG_US:
         return []
     try:
@@ -147,9 +144,8 @@ def _fastest(pairs: Sequence[Pair], forward: Met, backward: Met, budget_s: float
     calls: dict[str, list[Callable[[], object]]] = {}
     for i, (f, s) in enumerate(pairs):
         steps = (launchers[True, f.candidate], launchers[False, s.candidate])
-        calls[str(i)] = [
-            functools.partial(_both, steps, given) for given in zip(*sets, strict=True)
-        ]
+        both = functools.partial(_both, steps)
+        calls[str(i)] = [functools.partial(both, given) for given in zip(*sets, strict=True)]
     best, names = "0", list(calls)
     for share_s in (budget_s, budget_s / 2):
         times = timer.device_samples({n: calls[n] for n in names}, device, share_s)

@@ -24,13 +24,11 @@ class Entrant:
     launch: Launcher
     error: float
     rough_us: float
-    # with what a caller does next, where that tells its configurations apart
-    then_us: float = 0.0
+    then_us: float = 0.0  # with what a caller does next, where that tells
 
     @property
     def worth_us(self) -> float:
-        """What its configurations are compared by: a caller who goes on with the outputs at once, and one who does so long after, are as
-        likely, and the latter's reading takes the same whatever the configuration."""
+        """What its configurations are compared by: callers read outputs at once or long after, which then takes the same for all."""
         return self.rough_us + self.then_us
 
 
@@ -55,7 +53,8 @@ def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: s
     best = min(us for id, us in times.items() if id != EAGER or not barred)
     limit = best * (1 + timer.KINSHIP[kind])
     # timed between kernels of PyTorch's; among ours, which begin while those before them end, it would take less
-    overlaps = key.direction == "backward" and kind == "cuda" and _elementwise(key)
+    elementwise = key.op in OPS and OPS[key.op].elementwise
+    overlaps = key.direction == "backward" and kind == "cuda" and elementwise
     limit = limit if barred or overlaps else min(limit, times[EAGER])
     equals = [e for e in reversed(final) if e is not eager and times[e.candidate.id] <= limit]
     chosen = min(equals, key=lambda e: not e.candidate.trusted, default=eager)
@@ -65,16 +64,10 @@ def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: s
     return eager if tied and not (recorded or overlaps) else chosen
 
 
-def _elementwise(key: Key) -> bool:
-    return key.op in OPS and OPS[key.op].elementwise
-
-
 def copying(key: Key) -> bool:
     """Whether eager keeps copies of operands in float64, which "f32" does not where anything else serves."""
     wide = ("f64", "c128")
-    return key.precision == "f32" and any(
-        t is not None and t.dtype not in wide for t in key.tensors
-    )
+    return key.precision == "f32" and any(t and t.dtype not in wide for t in key.tensors)
 
 
 def measured(e: Entrant, device_us: float, host_us: float, spread: float, reason: str) -> Evidence:

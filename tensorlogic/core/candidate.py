@@ -57,14 +57,11 @@ class Candidate:
 
     id: str
     bind: Callable[[Key, Config, torch.device], Launcher]
-    supports: Callable[[Key], str | None] = lambda key: (
-        None
-    )  # None, or why this key cannot run here
+    supports: Callable[[Key], str | None] = lambda key: None  # None, or why it cannot run here
     configs: Callable[[Key], Sequence[Config]] = lambda key: ({},)  # best guess first
     # device type -> None, or why this machine cannot run it
     available: Callable[[str], str | None] = lambda device: None
-    # modules (or texts: a package with its version) that decide the result; a change invalidates
-    # its evidence
+    # modules, or texts such as a package's version, that decide the result: others end evidence
     sources: tuple[Any, ...] = ()
     # compile work for other processes
     jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = lambda key, config, device: ()
@@ -81,14 +78,10 @@ class Candidate:
     clock: Probe | None = None
     # but not before it was right on this machine, on small tensors of that kind
     vouched: bool = False
-    # what a caller does next with outputs, timed with calls where configurations differ in where
-    # they leave them
+    # what a caller does next with outputs: timed too, where configurations leave them elsewhere
     then: Callable[[Outputs], object] | None = None
-    # of a joined op: forward, which may prepare a gradient, and what settles it once the incoming
-    # one is known
-    parts: Callable[[Key, Config, torch.device], tuple[Launcher, Callable[..., Tensor]]] | None = (
-        None
-    )
+    # of a joined op: forward, which may prepare a gradient, and what makes it the one for dy
+    parts: Callable[..., tuple[Launcher, Callable[..., Tensor]]] | None = None
 
     @cached_property
     def source(self) -> str:

@@ -18,7 +18,7 @@ class PrecisionWarning(UserWarning):
 
     Example:
         >>> import torch, tensorlogic, warnings
-        >>> with warnings.catch_warnings(record=True) as said, tensorlogic.core.precision_policy("adaptive", rtol=1e-12):
+        >>> with warnings.catch_warnings(record=True) as said, tensorlogic.precision("adaptive", rtol=1e-12):
         ...     warnings.simplefilter("always")
         ...     y = tensorlogic.matmul(torch.randn(64, 64), torch.randn(64, 64))
         >>> said[0].category is tensorlogic.PrecisionWarning
@@ -34,11 +34,8 @@ class Precision:
     rtol: float | None = None
 
     def __str__(self) -> str:
-        return (
-            f"precision({self.mode!r}"
-            + ("" if self.rtol is None else f", rtol={self.rtol:g}")
-            + ")"
-        )
+        rtol = "" if self.rtol is None else f", rtol={self.rtol:g}"
+        return f"precision({self.mode!r}{rtol})"
 
 
 def checked(mode: Any, rtol: Any = None) -> Precision:

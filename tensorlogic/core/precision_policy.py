@@ -1,4 +1,4 @@
-"""`tensorlogic.core.precision_policy`: in which form of numbers products are computed, or which error they may have."""
+"""`tensorlogic.precision`: in which form of numbers products are computed, or which error they may have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from . import policy
@@ -45,9 +44,9 @@ class precision:
     Example:
         >>> import torch, tensorlogic
         >>> a, b = torch.randn(64, 64), torch.randn(64, 64)
-        >>> with tensorlogic.core.precision_policy("adaptive", rtol=1e-2):
+        >>> with tensorlogic.precision("adaptive", rtol=1e-2):
         ...     y = tensorlogic.matmul(a, b)
-        >>> z = tensorlogic.matmul(a, b, precision=tensorlogic.core.precision_policy("f16"))
+        >>> z = tensorlogic.matmul(a, b, precision=tensorlogic.precision("f16"))
         >>> y.dtype, z.dtype
         (torch.float32, torch.float32)
     """
@@ -64,19 +63,14 @@ class precision:
         _ENTERED.set((*_ENTERED.get(), entered))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *problem: Any) -> None:
         if not _ENTERED.get():
             raise RuntimeError(
                 "precision: left without having been entered; use it in a with statement"
             )
         *rest, entered = _ENTERED.get()
         _ENTERED.set(tuple(rest))
-        entered.__exit__(kind, problem, trace)
+        entered.__exit__(kind, *problem)  # type: ignore[arg-type]
         if kind is None and self.asked.mode == "adaptive":
             for leave in ON_LEAVE:
                 leave()
@@ -127,7 +121,7 @@ def policy_of(asked: Any, where: str = "optimize") -> Precision:
         asked = precision(asked)  # type: ignore[arg-type]  # which it checks
     if not isinstance(asked, precision):
         raise TypeError(
-            f"{where}: precision is {asked!r}; tensorlogic.core.precision_policy(mode, rtol=...) or its mode is required"
+            f"{where}: precision is {asked!r}; tensorlogic.precision(mode, rtol=...) or its mode is required"
         )
     return asked.asked
 

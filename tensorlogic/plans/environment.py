@@ -16,8 +16,7 @@ import torch
 
 from ..system import hardware
 
-# of plan files; part of their names, so that versions do not meet in one file
-SCHEMA = 1
+SCHEMA = 1  # of plan files, and part of their names
 UNDERLYING = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 

@@ -24,9 +24,7 @@ CHIPS = {
 def cpu() -> str:
     """The processor's name."""
     try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
+        found = re.search(r"(?m)^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text())
     except OSError:  # not Linux
         found = None
     return found.group(1).strip() if found else platform.processor() or platform.machine()

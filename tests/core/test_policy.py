@@ -1,3 +1,4 @@
+# ruff: noqa: F811 (fixtures are imported)
 """Policies: nested, in threads and tasks, in backward passes, and what is said of wrong ones."""
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ..support.plans import (
     Served,
     key_of,
     plan,
-    put,  # the fixture
+    put,
+    served,  # noqa: F401
 )
 
 
@@ -80,11 +82,7 @@ def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
 
 @pytest.mark.parametrize("make", ["policy", "placement"])
 def test_a_policy_may_be_entered_again(make: str) -> None:
-    again = (
-        tensorlogic.policy(force="toy.a")
-        if make == "policy"
-        else tensorlogic.device_placement.placement("cpu")
-    )
+    again = tensorlogic.policy(force="toy.a") if make == "policy" else tensorlogic.placement("cpu")
     before = policy.current()
     with again as first, tensorlogic.policy(tune="off"):
         with again as inside, again:

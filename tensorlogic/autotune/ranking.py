@@ -72,17 +72,9 @@ def copying(key: Key) -> bool:
 
 def measured(e: Entrant, device_us: float, host_us: float, spread: float, reason: str) -> Evidence:
     """What was found of a candidate that was right."""
-    return Evidence(
-        candidate=e.candidate.id,
-        config=dict(e.config),
-        status="measured",
-        device_us=round(device_us, 3),
-        host_us=round(host_us, 3),
-        spread=round(spread, 4),
-        error=round(e.error, 3),
-        reason=reason,
-        source=e.candidate.source,
-    )
+    times = round(device_us, 3), round(host_us, 3), round(spread, 4), round(e.error, 3)
+    about = e.candidate.id, dict(e.config), "measured"
+    return Evidence(*about, *times, reason=reason, source=e.candidate.source)
 
 
 def refused(candidate: Candidate, reason: str) -> Evidence:

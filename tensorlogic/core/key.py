@@ -222,15 +222,10 @@ class Key:
     def from_json(cls, record: Mapping[str, Any]) -> Key:
         """The inverse of `to_json`."""
         tensors = record["tensors"]
-        return cls(
-            op=record["op"],
-            tensors=tuple(None if t is None else TensorSpec.from_json(t) for t in tensors.values()),
-            names=tuple(tensors),
-            flags=tuple((name, _tuples(value)) for name, value in record["flags"].items()),
-            device=record["device"],
-            direction=record["direction"],
-            precision=record["precision"],
-        )
+        specs = tuple(None if t is None else TensorSpec.from_json(t) for t in tensors.values())
+        flags = tuple((name, _tuples(value)) for name, value in record["flags"].items())
+        last = record["device"], record["direction"], record["precision"]
+        return cls(record["op"], specs, tuple(tensors), flags, *last)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,10 +18,6 @@ from .candidate import EAGER, Candidate, Config, Launcher, Outputs
 from .dtypes import NAMES
 from .key import Key, TensorSpec
 
-Needs = tuple[bool, ...]  # which tensors need a gradient
-Args = tuple[Any, ...]
-
-
 @dataclass(frozen=True)
 class Param:
     """One parameter of an op: a tensor, an optional tensor, a flag (part of the key) or a scalar (passed at run time)."""
@@ -39,6 +35,12 @@ class Param:
         return self.kind != "flag"
 
 
+# what a gradient's functions are given, and what is kept
+Needs = tuple[bool, ...]
+Args = tuple[Any, ...]
+Kept = tuple[saved_tensors.Kept, ...]
+
+
 @dataclass(frozen=True)
 class Gradient:
     """How an op's gradients are had: what forward keeps, and the backward formula on it (which calls backward ops).
@@ -47,8 +49,8 @@ class Gradient:
     read for those gradients; backward(flags, which, what was kept, scalars, dy) gives a gradient or None for each tensor.
     """
 
-    save: Callable[[SimpleNamespace, Needs, Args, Outputs], tuple[saved_tensors.Kept, ...]]
-    backward: Callable[[SimpleNamespace, Needs, Args, Args, Tensor], tuple[Tensor | None, ...]]
+    save: Callable[[SimpleNamespace, Needs, Args, Outputs], Kept]
+    backward: Callable[[SimpleNamespace, Needs, Args, Args, Tensor], Outputs]
     # which of what is kept serves one backward pass only; later ones find None there
     once: int | None = None
     # dy is read more than once, or by whole rows: it gets memory of its own where elements share it
@@ -215,16 +217,19 @@ class Op:
         """Decorator: register a plain Python function whose parameters are exactly the schema's."""
 
         def register(fn: Callable[..., Outputs]) -> Callable[..., Outputs]:
-            have, want = _names(fn), [p.name for p in self.params]
-            if have != want:
-                raise TypeError(
-                    f"candidate {id!r} of op {self.name!r} has parameters {have}; the schema is {want}"
-                )
+            self._check_schema(id, fn)
             about.setdefault("sources", (fn,))
             self.add(Candidate(id, lambda key, *_: self.closer(fn, *key_flags(key)), **about))
             return fn
 
         return register
+
+    def _check_schema(self, id: str, fn: Callable[..., Any]) -> None:
+        have, want = _names(fn), [p.name for p in self.params]
+        if have != want:
+            raise TypeError(
+                f"candidate {id!r} of op {self.name!r} has parameters {have}; the schema is {want}"
+            )
 
     # keys -----------------------------------------------------------------------------------------------------------
 
@@ -289,10 +294,6 @@ def spec(tensor: Tensor | None, device: str) -> TensorSpec | None:
     if tensor is None:
         return None
     pointer = tensor.data_ptr() & 15
-    return TensorSpec(
-        dtype=NAMES.get(tensor.dtype, str(tensor.dtype)),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        align=pointer & -pointer or 16,
-        constant=device == "cpu" and weight_cache.is_constant(tensor),
-    )
+    align, dtype = pointer & -pointer or 16, NAMES.get(tensor.dtype) or str(tensor.dtype)
+    constant = device == "cpu" and weight_cache.is_constant(tensor)
+    return TensorSpec(dtype, tuple(tensor.shape), tuple(tensor.stride()), align, constant)

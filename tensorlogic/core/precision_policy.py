@@ -70,7 +70,7 @@ class precision:
             )
         *rest, entered = _ENTERED.get()
         _ENTERED.set(tuple(rest))
-        entered.__exit__(kind, *problem)  # type: ignore[arg-type]
+        entered.__exit__(kind, *problem)
         if kind is None and self.asked.mode == "adaptive":
             for leave in ON_LEAVE:
                 leave()
@@ -104,9 +104,7 @@ class precision:
 
 
 ON_LEAVE: list[Callable[[], None]] = []  # what is to be done where a block within a budget ends
-_ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar(
-    "tensorlogic_precision", default=()
-)
+_ENTERED: ContextVar[tuple[Any, ...]] = ContextVar("tensorlogic_precision", default=())
 
 
 @policy.outside_of_graphs

@@ -279,21 +279,13 @@ def _slow(*tensors: Any) -> bool:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *flags: Any, attn_mask: Tensor | None = None, **more: Any
 ) -> tuple[Tensor, Tensor] | None:
     """PyTorch's fused attention, forward: y in the dtype of q and the log-sum-exp in float32."""
     if not _serves_attention(q, k, v, attn_mask):
         return None
     fn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    named = {"attn_mask": _wide(attn_mask), "scale": scale}
-    y, lse = fn(*map(_wide, (q, k, v)), dropout_p, is_causal, **named)
+    y, lse = fn(*map(_wide, (q, k, v)), *flags, attn_mask=_wide(attn_mask), **more)
     return y.to(q.dtype), lse
 
 

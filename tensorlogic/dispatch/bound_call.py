@@ -112,20 +112,16 @@ class Bound:
         """A candidate ran out of memory: eager takes this call; eager's own failure is the caller's."""
         if choice.candidate.id == EAGER:
             raise problem
-        decision.say_once(
-            self.op,
-            choice.candidate.id,
-            f"tensorlogic: {choice.candidate.id} ran out of memory on {self.key.text}; torch.eager serves it",
-        )
+        id = choice.candidate.id
+        said = f"tensorlogic: {id} ran out of memory on {self.key.text}; torch.eager serves it"
+        decision.say_once(self.op, id, said)
         return self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
 
     def declined(self, dynamic: Sequence[Any]) -> Outputs:
         """A candidate declined the very key it was bound for: eager takes this call."""
-        decision.say_once(
-            self.op,
-            self.choice.candidate.id,
-            f"tensorlogic: {self.choice.candidate.id} declined {self.key.text}, which it was bound for; torch.eager serves it",
-        )
+        id = self.choice.candidate.id
+        said = f"tensorlogic: {id} declined {self.key.text}, which it was bound for; torch.eager serves it"
+        decision.say_once(self.op, id, said)
         outs = self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
         assert outs is not None
         return outs

@@ -26,6 +26,7 @@ SLACK = 0.1
 ANOTHER_WAY = 16.0  # between configurations for each word that differs
 DERIVED = {"PART"}  # numbers that follow from the others and the key
 Pick = tuple[str, Config]
+Lent = tuple[Pick, Pick, str]  # for eager and captured calls, and where from
 failures = 0  # of candidates to list their configurations, in this process
 
 
@@ -54,9 +55,7 @@ class _Heard:
         return self.lost / self.counts + math.log1p(slack * self.apart)
 
 
-def lent(
-    op: Op, key: Key, near: Iterable[Plan], here: Mapping[str, str]
-) -> tuple[Pick, Pick, str] | None:
+def lent(op: Op, key: Key, near: Iterable[Plan], here: Mapping[str, str]) -> Lent | None:
     """What eager and captured calls of `key` take by the plans nearest to it, and where that is from: of their winners the one closest
     to the best of each plan, the nearer counting more. None without plans, and where those that PyTorch won are too far away for that
     to say anything.

@@ -27,7 +27,8 @@ from .decision import AT_HAND, FIXED, PLAIN, Choice, Decision, say_once
 
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 CLEAR_WIN = 0.95  # what a guess must promise to replace eager unmeasured
-Pick = nearest_plans.Pick
+Pick, Lent = nearest_plans.Pick, nearest_plans.Lent
+Values = Sequence[Any]  # of all parameters, in schema order
 
 open_stores.ON_FORGET.append(FIXED.clear)
 open_stores.ON_TUNE.append(FIXED.clear)
@@ -65,7 +66,7 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
 
 def _lent(
     op: Op, key: Key, device: torch.device, store: PlanView, valid: Callable[[Plan], bool]
-) -> tuple[Pick, Pick, str] | None:
+) -> Lent | None:
     """What neighbours lend; a model's layers ask for the same again and again, so it is found once until plans or candidates change.
 
     What may be otherwise in a moment is not kept: candidates that failed, and rates that could not be timed meanwhile.
@@ -76,7 +77,7 @@ def _lent(
         memo[id(op)] = candidates
     known: Any = memo.get(key.text, memo)  # other threads may empty it
     if known is not memo:
-        return cast(tuple[Pick, Pick, str] | None, known)
+        return cast(Lent | None, known)
 
     @functools.cache  # most plans of an op have one of few winners
     def serves(id: str) -> bool:
@@ -187,13 +188,7 @@ def key_of(op: Op, args: Sequence[Any], policy: Policy, recording: bool = False)
 
 
 def choose(
-    op: Op,
-    key: Key,
-    args: Sequence[Any],
-    policy: Policy,
-    *,
-    compiled: bool = False,
-    whole: bool = True,
+    op: Op, key: Key, args: Values, policy: Policy, *, compiled: bool = False, whole: bool = True
 ) -> Choice:
     """Decide, bind, and under `tune="full"` or an observer measure; failures fall back to eager and are said once.
 

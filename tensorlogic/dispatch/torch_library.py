@@ -24,15 +24,8 @@ from . import autograd, bound_call
 LIBRARY = torch.library.Library("tensorlogic", "FRAGMENT")
 
 _AUTOGRAD = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther)
-_TYPES = {
-    str: "str",
-    bool: "bool",
-    int: "int",
-    float: "float",
-    str | None: "str?",
-    int | None: "int?",
-    float | None: "float?",
-}
+_TYPES: dict[Any, str] = {t: t.__name__ for t in (str, bool, int, float)}
+_TYPES |= {t | None: f"{t.__name__}?" for t in (str, int, float)}
 
 
 def schema(op: Op) -> str:

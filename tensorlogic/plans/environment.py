@@ -95,15 +95,9 @@ def _environment(kind: str, index: int, threads: int) -> Environment:
     else:
         model, driver = hardware.apple_gpu(), f"macOS {platform.mac_ver()[0]}"
     found = [(name, _version(name)) for name in UNDERLYING] if kind == "cuda" else []
-    return Environment(
-        device=model,
-        kind=kind,
-        driver=driver,
-        torch=str(torch.__version__),
-        triton=_version("triton"),
-        libraries=tuple(f"{name} {version}" for name, version in found if version is not None),
-        threads=threads,
-    )
+    libraries = tuple(f"{name} {version}" for name, version in found if version is not None)
+    software = str(torch.__version__), _version("triton"), libraries
+    return Environment(model, kind, driver, *software, threads)
 
 
 def _version(distribution: str) -> str | None:

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 
 # GPU models that differ in their memory alone: the chip, its multiprocessors
-CHIPS = {
-    "NVIDIA H100 80GB HBM3": ("GH100", 132),
-    "NVIDIA H200": ("GH100", 132),
-    "NVIDIA GH200 480GB": ("GH100", 132),
-}
+_GH100 = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB")
+CHIPS = dict.fromkeys(_GH100, ("GH100", 132))
 
 
 def cpu() -> str:

@@ -194,7 +194,7 @@ class Key:
 
     @cached_property
     def _kind(self) -> Kind:
-        layouts = [t and t.layout for t in self.tensors]
+        layouts = [None if t is None else t.layout for t in self.tensors]
         pairs = [*zip(self.tensors, layouts, strict=True)]
         forms = tuple(t and (t.dtype, lay) for t, lay in pairs)
         orders = tuple(t and (t.order if lay and lay[0] == "other" else lay) for t, lay in pairs)

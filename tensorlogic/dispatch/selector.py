@@ -24,10 +24,10 @@ from ..plans.store import PlanView
 from ..system import capture_state, compile_pool
 from . import candidate_loading, nearest_plans, self_test
 from .decision import AT_HAND, FIXED, PLAIN, Choice, Decision, say_once
+from .nearest_plans import Lent, Pick
 
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
 CLEAR_WIN = 0.95  # what a guess must promise to replace eager unmeasured
-Pick, Lent = nearest_plans.Pick, nearest_plans.Lent
 Values = Sequence[Any]  # of all parameters, in schema order
 
 open_stores.ON_FORGET.append(FIXED.clear)

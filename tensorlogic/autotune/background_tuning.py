@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -24,8 +25,7 @@ from .tuner import Study
 
 LOG = logging.getLogger("tensorlogic")
 SHARE = 0.05
-# inputs, references and a first look at eager: at least, or 30 calls
-FIRST_STEP_S = 0.02
+FIRST_STEP_S = 0.02  # inputs, references, a look at eager: at least, or 30 calls
 # how many times longer than announced a step may take, by device type: learned as steps are taken
 _DOUBT = {"cpu": 2.0}
 # kernels are loaded, libraries initialised on the way (seen on an H200: up to 10 times, once)
@@ -59,12 +59,8 @@ class Watch:
 
     def __init__(self, op: Op, key: Key, device: torch.device) -> None:
         self.op, self.key, self.device = op, key, device
-        self.calls = 0
-        self.look_at = 8
-        self.call_s = 0.0
-        self.used_s = 0.0
-        self.next_s = 0.0
-        self.done = False
+        self.calls, self.look_at, self.done = 0, 8, False
+        self.call_s = self.used_s = self.next_s = 0.0
         self.study: Study | None = None
         self.steps: Iterator[float] | None = None
         if device.type == "cuda":  # whoever measures it next, kernels are compiled
@@ -72,8 +68,10 @@ class Watch:
 
     def wrap(self, launch: Launcher) -> Launcher:
         """The launcher with a counter in front; what it costs shows only until the key is measured."""
-        if call_extension.is_launcher(launch):
-            return self._wrap_compiled(launch)
+        if call_extension.is_launcher(launch):  # counts itself, and is added up when it asks
+            compiled: Any = launch
+            made: Launcher = self._counting(compiled, compiled.watched)
+            return made
 
         def counted(*dynamic: Any) -> Any:
             self.calls += 1
@@ -81,11 +79,6 @@ class Watch:
                 return launch(*dynamic)
             return self._look(launch, dynamic)
 
-        return counted
-
-    def _wrap_compiled(self, launch: Any) -> Launcher:
-        """As `wrap`, counted by the launcher itself: what it has served is added when it asks."""
-        counted: Launcher = self._counting(launch, launch.watched)
         return counted
 
     def direct(self, serve: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -147,15 +140,9 @@ class Watch:
         try:
             begin = time.perf_counter()
             if self.steps is None:
-                self.study = Study(
-                    self.op,
-                    self.key,
-                    self.device,
-                    environment(self.device),
-                    open_stores.current(self.device).get(self.key),
-                    budget_s=0.05,
-                    background=True,
-                )
+                about = self.op, self.key, self.device, environment(self.device)
+                known = open_stores.current(self.device).get(self.key)
+                self.study = Study(*about, known, budget_s=0.05, background=True)
                 self.steps = self.study.steps()
                 self.next_s = max(FIRST_STEP_S, 30 * self.call_s)
             elif compile_pool.ready(self.study.pending if self.study else ()):
@@ -183,22 +170,17 @@ class Watch:
         self.study = self.steps = None
 
 
-class _side_stream:
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
     """Work queued by a study does not line up with the caller's; the caller's stream waits for nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.context = (
-            torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
-        )
-
-    def __enter__(self) -> None:
-        if self.context is not None:
-            self.context.__enter__()
-
-    def __exit__(self, *problem: Any) -> None:
-        if self.context is not None:
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        try:
+            yield
+        finally:
             torch.cuda.current_stream().synchronize()
-            self.context.__exit__(*problem)
 
 
 open_stores.ON_FORGET.append(forget)

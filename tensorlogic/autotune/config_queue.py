@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ..core.candidate import EAGER, Candidate, Config
-from ..core.candidate_errors import BIND_ERRORS
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Config
 from ..core.key import Key
 from ..core.op import Op
 from ..plans.plan import Plan

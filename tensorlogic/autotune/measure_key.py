@@ -24,9 +24,8 @@ def complete(op: Op, plan: Plan | None, key: Key) -> bool:
 
 def neighbour(op: Op, key: Key, device: torch.device) -> Plan | None:
     """The closest plan by candidates that are here: what won there is likely to win, and compiled first."""
-    return open_stores.current(device).nearest(
-        key, lambda id: id in op.candidates, normal=op.normal
-    )
+    store = open_stores.current(device)
+    return store.nearest(key, op.candidates.__contains__, normal=op.normal)
 
 
 def measured(
@@ -37,10 +36,8 @@ def measured(
     plan = store.get(key)
     if complete(op, plan, key):
         return plan
-    near = neighbour(op, key, device)
-    study = Study(
-        op, key, device, environment(device), plan, budget_s, prompt_s=prompt_s, near=near
-    )
+    near, here = neighbour(op, key, device), environment(device)
+    study = Study(op, key, device, here, plan, budget_s, prompt_s=prompt_s, near=near)
     with preserved(device, op):
         fresh = study.run()
     if fresh is not None:

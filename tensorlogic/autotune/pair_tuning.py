@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.candidate import EAGER, Launcher
-from ..core.candidate_errors import BIND_ERRORS, Failed
+from ..core.candidate import BIND_ERRORS, EAGER, Failed, Launcher
 from ..core.key import Key
 from ..core.op import Op
 from ..measure import isolation, timer
@@ -26,8 +25,7 @@ from ..plans.plan import Evidence, Plan
 from ..system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
-# of the time of the one chosen alone: who may win in company
-NEAR = 1.1
+NEAR = 1.1  # of the time of the one chosen alone: who may win in company
 MOST = 3  # of each direction
 LONG_US = 1000.0  # of both: what overlaps is microseconds
 BACKWARD = "_backward"
@@ -80,12 +78,9 @@ def settle(
     plans = [store.get(met[1]) for met in (forward, backward)]
     if plans[0] is None or plans[1] is None:
         return []
-    near = [
-        _near(met, plan, free is None or plan.key.text in free)
-        for met, plan in zip((forward, backward), plans, strict=True)
-        if plan is not None
-    ]
-    candidates = _pairs_of(near[0], near[1])
+    met = zip((forward, backward), plans, strict=True)
+    near = [_near(m, p, free is None or p.key.text in free) for m, p in met if p is not None]
+    candidates = _pairs_of(*near)
     if len(candidates) < 2 or sum(e.device_us for e in candidates[0]) > LONG_US:
         return []
     try:
@@ -149,9 +144,8 @@ def _fastest(pairs: Sequence[Pair], forward: Met, backward: Met, budget_s: float
     calls: dict[str, list[Callable[[], object]]] = {}
     for i, (f, s) in enumerate(pairs):
         steps = (launchers[True, f.candidate], launchers[False, s.candidate])
-        calls[str(i)] = [
-            functools.partial(_both, steps, given) for given in zip(*sets, strict=True)
-        ]
+        both = functools.partial(_both, steps)
+        calls[str(i)] = [functools.partial(both, given) for given in zip(*sets, strict=True)]
     best, names = "0", list(calls)
     for share_s in (budget_s, budget_s / 2):
         times = timer.device_samples({n: calls[n] for n in names}, device, share_s)

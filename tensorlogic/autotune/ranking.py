@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core import candidate_errors
 from ..core.candidate import EAGER, Candidate, Config, Launcher, Probe
 from ..core.key import Key
 from ..core.op import OPS
@@ -25,22 +24,12 @@ class Entrant:
     launch: Launcher
     error: float
     rough_us: float
-    # with what a caller does next, where that tells its configurations apart
-    then_us: float = 0.0
+    then_us: float = 0.0  # with what a caller does next, where that tells
 
     @property
     def worth_us(self) -> float:
-        """What its configurations are compared by: a caller who goes on with the outputs at once, and one who does so long after, are as
-        likely, and the latter's reading takes the same whatever the configuration."""
+        """What its configurations are compared by: callers read outputs at once or long after, which then takes the same for all."""
         return self.rough_us + self.then_us
-
-
-class Failed(candidate_errors.Failed):
-    """A candidate that passed its check failed while it was timed."""
-
-    def __init__(self, entrant: Entrant, problem: Exception | str) -> None:
-        super().__init__(problem)
-        self.entrant = entrant
 
 
 def clocks_of(entrants: Sequence[Entrant]) -> set[Probe]:
@@ -64,7 +53,8 @@ def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: s
     best = min(us for id, us in times.items() if id != EAGER or not barred)
     limit = best * (1 + timer.KINSHIP[kind])
     # timed between kernels of PyTorch's; among ours, which begin while those before them end, it would take less
-    overlaps = key.direction == "backward" and kind == "cuda" and _elementwise(key)
+    elementwise = key.op in OPS and OPS[key.op].elementwise
+    overlaps = key.direction == "backward" and kind == "cuda" and elementwise
     limit = limit if barred or overlaps else min(limit, times[EAGER])
     equals = [e for e in reversed(final) if e is not eager and times[e.candidate.id] <= limit]
     chosen = min(equals, key=lambda e: not e.candidate.trusted, default=eager)
@@ -74,43 +64,19 @@ def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: s
     return eager if tied and not (recorded or overlaps) else chosen
 
 
-def _elementwise(key: Key) -> bool:
-    return key.op in OPS and OPS[key.op].elementwise
-
-
 def copying(key: Key) -> bool:
     """Whether eager keeps copies of operands in float64, which "f32" does not where anything else serves."""
     wide = ("f64", "c128")
-    return key.precision == "f32" and any(
-        t is not None and t.dtype not in wide for t in key.tensors
-    )
+    return key.precision == "f32" and any(t and t.dtype not in wide for t in key.tensors)
 
 
 def measured(e: Entrant, device_us: float, host_us: float, spread: float, reason: str) -> Evidence:
     """What was found of a candidate that was right."""
-    return Evidence(
-        candidate=e.candidate.id,
-        config=dict(e.config),
-        status="measured",
-        device_us=round(device_us, 3),
-        host_us=round(host_us, 3),
-        spread=round(spread, 4),
-        error=round(e.error, 3),
-        reason=reason,
-        source=e.candidate.source,
-    )
+    times = round(device_us, 3), round(host_us, 3), round(spread, 4), round(e.error, 3)
+    about = e.candidate.id, dict(e.config), "measured"
+    return Evidence(*about, *times, reason=reason, source=e.candidate.source)
 
 
 def refused(candidate: Candidate, reason: str) -> Evidence:
     """Why a candidate does not compete."""
-    return Evidence(
-        candidate=candidate.id,
-        config={},
-        status="refused",
-        device_us=0.0,
-        host_us=0.0,
-        spread=0.0,
-        error=0.0,
-        reason=reason,
-        source=candidate.source,
-    )
+    return Evidence(candidate.id, {}, "refused", reason=reason, source=candidate.source)

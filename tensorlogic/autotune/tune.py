@@ -114,11 +114,7 @@ def _learn(
         _backward(out)
     learned = Learned()
     learned.keys = [key for _, key, _ in met.values()]
-    keys = [
-        (its, k, device)
-        for op, key, device in met.values()
-        for its, k in ((op, key), *op.twins(key))
-    ]
+    keys = [(*own, d) for op, k, d in met.values() for own in ((op, k), *op.twins(k))]
     for op, key, device in keys:
         if not measure_key.complete(op, open_stores.current(device).get(key), key):
             near = measure_key.neighbour(op, key, device) if device.type == "cuda" else None
@@ -140,15 +136,8 @@ def _learn(
 
 def _backward(out: Any) -> None:
     """Meet the backward keys of an output that still has its graph, leaving every `.grad` alone."""
-    if not (
-        isinstance(out, torch.Tensor)
-        and out.requires_grad
-        and out.grad_fn is not None
-        and out.is_floating_point()
-    ):
-        return
-    leaves = leaves_of(out)
-    if leaves:
+    recorded = isinstance(out, torch.Tensor) and out.grad_fn is not None and out.requires_grad
+    if recorded and out.is_floating_point() and (leaves := leaves_of(out)):
         torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
 

@@ -7,15 +7,13 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..core import candidate_errors
-from ..core.candidate import EAGER, Candidate, Outputs
-from ..core.candidate_errors import BIND_ERRORS
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Failed, Outputs, failure_reason
 from ..core.key import Key
 from ..core.op import Op
 from ..measure import interference, timer
@@ -25,24 +23,20 @@ from ..plans.plan import DISTURBED, UNFINISHED, Evidence, Plan
 from ..system import compile_pool
 from . import config_queue
 from .config_queue import Turn
-from .ranking import Entrant, Failed, clocks_of, measured, nearest, pick, refused
+from .ranking import Entrant, clocks_of, measured, nearest, pick, refused
 
 LOG = logging.getLogger("tensorlogic")
-# a candidate this many times slower than the incumbent is dropped after one call
-CUT = 3.0
+Then = Callable[[Outputs], object] | None  # what a caller does next
+CUT = 3.0  # times the incumbent's time: dropped after one call
 # a single call below this says nothing: most of it may be waiting for a core
 TOO_SHORT_US = 300.0
 # of a key that is waited for: what is not compiled by then is left for another time
 PROMPT_S = 1.5
 
 
-def _no_overhead() -> float:
-    return 0.0
-
-
 # Microseconds that our autograd node takes beyond PyTorch's on a CPU, forward and backward;
 # set by whoever can bind a recorded call.
-AUTOGRAD_OVERHEAD_US: Callable[[], float] = _no_overhead
+AUTOGRAD_OVERHEAD_US: Callable[[], float] = lambda: 0.0  # noqa: E731
 
 
 class Study:
@@ -60,13 +54,8 @@ class Study:
         prompt_s: float = math.inf,
         near: Plan | None = None,
     ) -> None:
-        self.op, self.key, self.device, self.environment, self.budget_s = (
-            op,
-            key,
-            device,
-            environment,
-            budget_s,
-        )
+        self.op, self.key, self.device = op, key, device
+        self.environment, self.budget_s = environment, budget_s
         self.evidence: dict[str, Evidence] = {}
         self.known = known
         self.background = background
@@ -237,7 +226,7 @@ class Study:
         try:
             own = config_queue.listed(candidate, self.key, self.device)
         except BIND_ERRORS as problem:
-            self._refuse(candidate, candidate_errors.reason(problem))
+            self._refuse(candidate, failure_reason(problem))
             return []
         if not own:
             self._refuse(candidate, "unsupported: it has no configuration for this key")
@@ -245,13 +234,9 @@ class Study:
 
     def _refused_before(self, candidate: Candidate) -> str | None:
         for e in self.known.evidence if self.known else ():
-            if (
-                e.candidate == candidate.id
-                and e.status == "refused"
-                and e.source == candidate.source
-                and e.reason.startswith(("wrong", "failed to compile"))
-                and not e.reason.endswith(UNFINISHED)
-            ):
+            same = (e.candidate, e.source, e.status) == (candidate.id, candidate.source, "refused")
+            lasting = e.reason.startswith(("wrong", "failed to compile"))
+            if same and lasting and not e.reason.endswith(UNFINISHED):
                 return e.reason
         return None
 
@@ -272,11 +257,10 @@ class Study:
                     self._refuse(candidate, verdict.reason or "wrong")
                     return None
                 entrant = Entrant(candidate, config, launch, verdict.error, 0.0)
-                entrant.rough_us = self.checker.cut_us or self._rough(
-                    entrant, incumbent_us, together
-                )
+                cut_us = self.checker.cut_us
+                entrant.rough_us = cut_us or self._rough(entrant, incumbent_us, together)
         except BIND_ERRORS as problem:
-            self._refuse(candidate, candidate_errors.reason(problem))
+            self._refuse(candidate, failure_reason(problem))
             return None
         return None if self._cut(entrant, max(incumbent_us, TOO_SHORT_US)) else entrant
 
@@ -289,18 +273,16 @@ class Study:
         self.evidence.setdefault(entrant.candidate.id, measured(entrant, us, us, 1.0, reason))
         return True
 
-    def _calls(
-        self, entrant: Entrant, then: Callable[[Outputs], object] | None = None
-    ) -> list[timer.Call]:
+    def _calls(self, entrant: Entrant, then: Then = None) -> list[timer.Call]:
         """The entrant's calls as they are timed, maybe with what comes `then`; a failure or a refusal to serve names the entrant."""
 
         def call(args: list[Any]) -> None:
             try:
                 outs = entrant.launch(*args)
             except BIND_ERRORS as problem:
-                raise Failed(entrant, problem) from problem
+                raise Failed(problem, entrant) from problem
             if outs is None:
-                raise Failed(entrant, "declined the key it was bound for")
+                raise Failed("declined the key it was bound for", entrant)
             if then is not None:
                 then(outs)
 
@@ -308,24 +290,18 @@ class Study:
 
     @torch.no_grad()
     def _rough(
-        self, entrant: Entrant, incumbent_us: float | None = None, briefly: bool = False
+        self, entrant: Entrant, incumbent_us: float = math.inf, briefly: bool = False
     ) -> float:
         """One synchronised call, then, if it is in the running and not `briefly`, the median of a short loop on the device's clock."""
         calls = self._calls(entrant)
         single = min(timer.once(calls[0], self.device) for _ in range(3))
-        over = incumbent_us is not None and single > CUT * max(incumbent_us, TOO_SHORT_US)
-        if briefly or over:
+        if briefly or single > CUT * max(incumbent_us, TOO_SHORT_US):
             return single
-        return self._device_samples({"one": calls}, self.device, self.budget_s / 20, 5).median(
-            "one"
-        )
+        samples = self._device_samples({"one": calls}, self.device, self.budget_s / 20, 5)
+        return samples.median("one")
 
     def _device_samples(
-        self,
-        calls: Mapping[str, Sequence[timer.Call]],
-        device: torch.device,
-        budget_s: float,
-        rounds: int,
+        self, calls: timer.Calls, device: torch.device, budget_s: float, rounds: int
     ) -> timer.Samples:
         return timer.device_samples(calls, device, budget_s, rounds, self.between)
 
@@ -342,14 +318,11 @@ class Study:
         calls = {e.candidate.id: self._calls(e) for e in final}
         kind = self.device.type
         bounds = dict.fromkeys(calls, timer.KINSHIP[kind]) | {EAGER: timer.TOLERANCE[kind]}
-        device_times = timer.settled(
-            self._device_samples, calls, self.device, self.budget_s, bounds
-        )
+        device, budget_s = self.device, self.budget_s
+        device_times = timer.settled(self._device_samples, calls, device, budget_s, bounds)
         host_times = device_times
         if kind == "cuda":
-            host_times = timer.settled(
-                timer.host_samples, calls, self.device, self.budget_s / 3, bounds
-            )
+            host_times = timer.settled(timer.host_samples, calls, device, budget_s / 3, bounds)
         device_us = {name: device_times.quiet(name) for name in calls}
         host_us = {name: host_times.quiet(name) for name in calls}
         waited = {name: max(device_us[name], host_us[name]) for name in calls}
@@ -361,11 +334,8 @@ class Study:
         captured_pick = pick(final, device_us, self.key, kind)
         for e in final:
             name = e.candidate.id
-            verdict = (
-                "chosen"
-                if name == eager_pick.candidate.id
-                else f"{waited[name] / waited[eager_pick.candidate.id]:.2f} times the chosen one{note}"
-            )
+            over = waited[name] / waited[eager_pick.candidate.id]
+            verdict = "chosen" if e is eager_pick else f"{over:.2f} times the chosen one{note}"
             spread = device_times.spread(name)
             self.evidence[name] = measured(e, device_us[name], host_us[name], spread, verdict)
         self.plan = Plan(

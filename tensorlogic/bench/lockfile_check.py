@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..autotune import tuner
-from ..core import candidate_errors, tolerance
-from ..core.candidate import EAGER, Launcher
+from ..core import tolerance
+from ..core.candidate import BIND_ERRORS, EAGER, Launcher
 from ..core.op import OPS, Op
 from ..dispatch import candidate_loading
 from ..measure import isolation, timer, verification
@@ -73,7 +73,7 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
     """Right, with the locked configuration? And how far from the best that can be had today?"""
     try:
         checker = verification.Checker(op, plan.key, device)
-    except (torch.OutOfMemoryError, *candidate_errors.BIND_ERRORS) as problem:
+    except (torch.OutOfMemoryError, *BIND_ERRORS) as problem:
         return "wrong", f"the key cannot be measured here: {type(problem).__name__}: {problem}"
     try:
         candidate = op.candidates[plan.eager]
@@ -81,7 +81,7 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
         verdict = tolerance.Verdict(None, 0.0)
         if plan.eager != EAGER:
             verdict = checker.check(launch, coarse=candidate.coarse(plan.key))
-    except (torch.OutOfMemoryError, *candidate_errors.BIND_ERRORS) as problem:
+    except (torch.OutOfMemoryError, *BIND_ERRORS) as problem:
         return "wrong", f"failed: {type(problem).__name__}: {problem}"
     if not verdict:
         return "wrong", verdict.reason or ""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..autotune import config_queue, measure_key, tune
 from ..autotune.tune import Learned
-from ..core import candidate_errors, dtypes, policy, tolerance
-from ..core.candidate import EAGER
+from ..core import dtypes, policy, tolerance
+from ..core.candidate import BIND_ERRORS, EAGER
 from ..core.key import Key
 from ..core.op import Op
 from ..dispatch import selector as dispatch_selector
@@ -72,7 +72,7 @@ def measured(case: Case, device: torch.device, effort: Effort) -> Row:
     except torch.OutOfMemoryError as problem:
         row.status, row.reason = "failed", f"out of memory: {_brief(problem)}"
         torch.cuda.empty_cache()  # does nothing where no GPU was used
-    except candidate_errors.BIND_ERRORS as problem:
+    except BIND_ERRORS as problem:
         row.status, row.reason = "failed", f"{type(problem).__name__}: {_brief(problem)}"
     return row
 

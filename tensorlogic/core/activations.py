@@ -52,9 +52,8 @@ def gradient(dy: Tensor, kept: Tensor | None, activation: str) -> Tensor:
             share = torch.sigmoid(kept)
             return dy * (share * (1 + kept * (1 - share)))
         return torch.ops.aten.silu_backward(dy, kept)
-    return torch.ops.aten.gelu_backward(
-        dy, kept, approximate="tanh" if activation == "gelu_tanh" else "none"
-    )
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward(dy, kept, approximate=approximate)
 
 
 def remembered(activation: str, outs: Sequence[Tensor | None]) -> Tensor | None:

@@ -62,13 +62,10 @@ def device(fn: str, value: Any) -> torch.device:
     """A device, or one by name or number as PyTorch takes it."""
     if isinstance(value, torch.device):
         return value
+    required = "a device such as 'cpu' or 'cuda' is required"
     try:
         return torch.device(value)
     except TypeError:
-        raise TypeError(
-            f"{fn}: device is {describe(value)}; a device such as 'cpu' or 'cuda' is required"
-        ) from None
+        raise TypeError(f"{fn}: device is {describe(value)}; {required}") from None
     except RuntimeError as problem:
-        raise ValueError(
-            f"{fn}: device is {value!r}; a device such as 'cpu' or 'cuda' is required"
-        ) from problem
+        raise ValueError(f"{fn}: device is {value!r}; {required}") from problem

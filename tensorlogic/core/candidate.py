@@ -1,4 +1,4 @@
-"""Candidate: one implementation of an op's exact schema."""
+"""Candidate: one implementation of an op's exact schema, and the reason of one that failed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,38 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..system.compile_pool import CompileFailure
 from .key import Key
 from .source_hash import source_hash
 
 Config = Mapping[str, Any]
-
-
 Outputs = tuple[Tensor | None, ...]
-
-
 # (tensors and scalars in schema order) -> outputs, or None to decline
 Launcher = Callable[..., Outputs | None]
-
-
 EAGER = "torch.eager"
+# a third party's candidate may raise anything: kept by name as its reason, never the caller's
+BIND_ERRORS = (Exception,)
 
 
-def _no_reason(_: Any) -> None:
-    return None
+class Failed(Exception):
+    """A candidate failed, and `reason` says why; `entrant` is the one of several that are timed."""
+
+    def __init__(self, problem: Exception | str, entrant: Any = None) -> None:
+        self.reason = problem if isinstance(problem, str) else failure_reason(problem)
+        self.entrant = entrant
+        super().__init__(self.reason)
+
+
+def failure_reason(problem: Exception) -> str:
+    """The reason that evidence keeps of what a candidate raised."""
+    if isinstance(problem, Failed):
+        return problem.reason
+    text = " ".join(str(problem).split())[:300]
+    if isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
+        return f"out of memory: {text}"
+    if isinstance(problem, CompileFailure):
+        return f"failed to compile: {text}"
+    return f"failed: {type(problem).__name__}: {text}"
 
 
 class Probe(Protocol):
@@ -43,12 +57,11 @@ class Candidate:
 
     id: str
     bind: Callable[[Key, Config, torch.device], Launcher]
-    supports: Callable[[Key], str | None] = _no_reason  # None, or why this key cannot run here
+    supports: Callable[[Key], str | None] = lambda key: None  # None, or why it cannot run here
     configs: Callable[[Key], Sequence[Config]] = lambda key: ({},)  # best guess first
     # device type -> None, or why this machine cannot run it
-    available: Callable[[str], str | None] = _no_reason
-    # modules (or texts: a package with its version) that decide the result; a change invalidates
-    # its evidence
+    available: Callable[[str], str | None] = lambda device: None
+    # modules, or texts such as a package's version, that decide the result: others end evidence
     sources: tuple[Any, ...] = ()
     # compile work for other processes
     jobs: Callable[[Key, Config, torch.device], Sequence[Any]] = lambda key, config, device: ()
@@ -65,14 +78,10 @@ class Candidate:
     clock: Probe | None = None
     # but not before it was right on this machine, on small tensors of that kind
     vouched: bool = False
-    # what a caller does next with outputs, timed with calls where configurations differ in where
-    # they leave them
+    # what a caller does next with outputs: timed too, where configurations leave them elsewhere
     then: Callable[[Outputs], object] | None = None
-    # of a joined op: forward, which may prepare a gradient, and what settles it once the incoming
-    # one is known
-    parts: Callable[[Key, Config, torch.device], tuple[Launcher, Callable[..., Tensor]]] | None = (
-        None
-    )
+    # of a joined op: forward, which may prepare a gradient, and what makes it the one for dy
+    parts: Callable[..., tuple[Launcher, Callable[..., Tensor]]] | None = None
 
     @cached_property
     def source(self) -> str:

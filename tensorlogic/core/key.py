@@ -11,14 +11,9 @@ from typing import Any
 
 SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}  # bytes of what lines are made of
 HALVES = {"f16": "half", "bf16": "half"}
-# what a kin of the other 16-bit dtype is further away, squared
-OTHER_DTYPE = 0.25
-# doublings that a tensor may be further away if it is laid out alike, and as even: that chooses
-# kernels
-LAYOUT = 3.0
-# for each tensor laid out otherwise, of another dtype or absent, and each flag of another value,
-# squared
-UNLIKE = 1.0
+OTHER_DTYPE = 0.25  # squared distance to a neighbour of the other 16-bit dtype
+LAYOUT = 3.0  # doublings that another layout of a tensor counts
+UNLIKE = 1.0  # squared distance for each tensor or flag of another kind
 
 Kind = tuple[
     tuple[tuple[str, Any] | None, ...],  # dtype and layout of each tensor
@@ -100,9 +95,8 @@ class TensorSpec:
         """The inverse of `to_json`."""
         shape = tuple(record["shape"])
         stride = tuple(record["stride"]) if "stride" in record else _contiguous(shape)
-        return cls(
-            record["dtype"], shape, stride, record.get("align", 16), record.get("constant", False)
-        )
+        more = record.get("align", 16), record.get("constant", False)
+        return cls(record["dtype"], shape, stride, *more)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +153,7 @@ class Key:
 
     @cached_property
     def kin(self) -> tuple[Any, ...]:
-        """What keys share that learn from each other: on a GPU, where the distance says how much, the op, its direction, and whether
-        it computes in 16 bits; elsewhere all but alignment and sizes, and how far those divide that memory is read along."""
+        """What keys share that learn from each other: on a GPU op, direction and precision; elsewhere all but alignment and sizes."""
         if self.device == "cuda":
             dtype = next((t.dtype for t in self.tensors if t is not None), "")
             computes = HALVES.get(dtype, dtype)
@@ -174,19 +167,8 @@ class Key:
     def _flags(self) -> tuple[str, ...]:
         return tuple(f"{name}={_flag_text(name, value)}" for name, value in self.flags)
 
-    @cached_property
-    def _orders(self) -> tuple[tuple[Any, ...] | None, ...]:
-        found = ((t, t.layout) for t in self.tensors if t is not None)
-        orders = iter(t.order if layout[0] == "other" else layout for t, layout in found)
-        return tuple(None if t is None else next(orders) for t in self.tensors)
-
-    @cached_property
-    def _forms(self) -> tuple[tuple[str, Any] | None, ...]:
-        return tuple(None if t is None else (t.dtype, t.layout) for t in self.tensors)
-
     def distance(self, other: Key) -> float:
-        """Euclid over log2 of the sizes, over how far those of rows and columns divide, a quarter of it, and over what differs in
-        kind; a size that several tensors share counts once."""
+        """Euclidean, in log2 of the distinct sizes, a quarter of log2 of their divisors by rows and columns, and what differs in kind."""
         sizes: set[tuple[int, int]] = set()
         ends: set[tuple[int, int]] = set()
         for a, b in zip(self.tensors, other.tensors, strict=True):
@@ -206,28 +188,24 @@ class Key:
         """How many tensors are there in both and laid out otherwise, however wide their gaps."""
         return _differing(self._kind, other._kind)[1]
 
-    @cached_property
-    def _even(self) -> tuple[bool | None, ...]:
-        return tuple(None if t is None else t.even for t in (*self.tensors, self.made))
-
     def remoteness(self, other: Key) -> float:
-        """How late its plan is asked among neighbours: their distance, LAYOUT for each tensor laid out or parted otherwise, and a doubling
-        for each part of the work that is another."""
+        """The distance, LAYOUT for each tensor of another layout or evenness, and 1 for each other part of the work: nearest first."""
         another = sum(a != b for a, b in zip(self.work, other.work, strict=True))
-        return (
-            self.distance(other)
-            + LAYOUT * (self.laid_otherwise(other) + self.uneven(other))
-            + another
-        )
+        otherwise = self.laid_otherwise(other) + self.uneven(other)
+        return self.distance(other) + LAYOUT * otherwise + another
 
     def uneven(self, other: Key) -> int:
-        """How many tensors, with what is `made`, are there in both and `even` in one alone, and one more where one key alone has any
-        that is not: whole lines of 16 bytes are what the fastest kernels ask for."""
+        """Tensors (and `made`) that are `even` in one key alone, and 1 where one key alone has an uneven one: fast kernels want 16 bytes."""
         return _differing(self._kind, other._kind)[2]
 
     @cached_property
     def _kind(self) -> Kind:
-        return _kept((self._forms, self._flags, self._orders, self._even))
+        layouts = [None if t is None else t.layout for t in self.tensors]
+        pairs = [*zip(self.tensors, layouts, strict=True)]
+        forms = tuple(t and (t.dtype, lay) for t, lay in pairs)
+        orders = tuple(t and (t.order if lay and lay[0] == "other" else lay) for t, lay in pairs)
+        even = tuple(t and t.even for t in (*self.tensors, self.made))
+        return _kept((forms, self._flags, orders, even))
 
     def as_aligned(self, other: Key) -> bool:
         """True when no tensor is less aligned than the same one of `other`."""
@@ -250,15 +228,10 @@ class Key:
     def from_json(cls, record: Mapping[str, Any]) -> Key:
         """The inverse of `to_json`."""
         tensors = record["tensors"]
-        return cls(
-            op=record["op"],
-            tensors=tuple(None if t is None else TensorSpec.from_json(t) for t in tensors.values()),
-            names=tuple(tensors),
-            flags=tuple((name, _tuples(value)) for name, value in record["flags"].items()),
-            device=record["device"],
-            direction=record["direction"],
-            precision=record["precision"],
-        )
+        specs = tuple(None if t is None else TensorSpec.from_json(t) for t in tensors.values())
+        flags = tuple((name, _tuples(value)) for name, value in record["flags"].items())
+        last = record["device"], record["direction"], record["precision"]
+        return cls(record["op"], specs, tuple(tensors), flags, *last)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -287,8 +260,7 @@ def _kept(kind: Kind) -> Kind:
 
 @lru_cache(65_536)
 def _differing(mine: Kind, theirs: Kind) -> tuple[float, int, int]:
-    """What differs in kind (dtypes, layouts, which tensors are there, and flags), and how many tensors that are in both are laid out
-    otherwise, and parted otherwise."""
+    """The squared distance by dtypes, layouts, presence and flags; tensors of another layout; tensors of another evenness."""
     (forms, flags, orders, even), (its_forms, its_flags, its_orders, its_even) = mine, theirs
     unlike, pairs = 0.0, [*zip(forms, its_forms, strict=True)]
     for a, b in pairs:

@@ -34,11 +34,8 @@ class Precision:
     rtol: float | None = None
 
     def __str__(self) -> str:
-        return (
-            f"precision({self.mode!r}"
-            + ("" if self.rtol is None else f", rtol={self.rtol:g}")
-            + ")"
-        )
+        rtol = "" if self.rtol is None else f", rtol={self.rtol:g}"
+        return f"precision({self.mode!r}{rtol})"
 
 
 def checked(mode: Any, rtol: Any = None) -> Precision:

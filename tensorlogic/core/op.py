@@ -18,7 +18,6 @@ from .candidate import EAGER, Candidate, Config, Launcher, Outputs
 from .dtypes import NAMES
 from .key import Key, TensorSpec
 
-
 @dataclass(frozen=True)
 class Param:
     """One parameter of an op: a tensor, an optional tensor, a flag (part of the key) or a scalar (passed at run time)."""
@@ -56,8 +55,7 @@ class Gradient:
     once: int | None = None
     # dy is read more than once, or by whole rows: it gets memory of its own where elements share it
     again: bool = False
-    # eager's forward keeps, and its backward computes, what PyTorch's own do: ours costs nothing
-    # behind it
+    # eager keeps and computes what PyTorch's own does: our backward costs nothing behind it
     light: bool = False
 
 
@@ -122,8 +120,7 @@ class Op:
     uncast: tuple[str, ...] = ()
     # same-dtype arithmetic of the reference where torch.eager draws its own numbers
     baseline: Callable[..., Any] | None = None
-    # turns normal inputs into ones that overflow careless arithmetic; says what float32 sums of
-    # them lose
+    # makes normal inputs overflow careless arithmetic; says what float32 sums of them lose
     stress: Callable[[Key, dict[str, Any]], float | None] | None = None
     # the key of the same work in the fewest dimensions, by which measured neighbours are looked up
     normal: Callable[[Key], Key] = lambda key: key
@@ -143,8 +140,7 @@ class Op:
     update: Callable[[tuple[Any, ...], Outputs], None] | None = None
     # PyTorch's own, where a number stands for a tensor and nothing is to be fused
     numbers: Callable[..., Tensor] | None = None
-    # what torch.eager calls, from dynamic arguments to the output itself, where that is one
-    # function of PyTorch's
+    # the one function of PyTorch's that torch.eager calls, dynamic arguments to output, if so
     direct: Callable[[Key], Callable[..., Tensor] | None] = lambda key: None
     outputs: int = 1
     internal: bool = False  # called by other ops only, which take all its outputs
@@ -223,11 +219,7 @@ class Op:
         def register(fn: Callable[..., Outputs]) -> Callable[..., Outputs]:
             self._check_schema(id, fn)
             about.setdefault("sources", (fn,))
-            self.add(
-                Candidate(
-                    id, bind=lambda key, config, device: self.closer(fn, *key_flags(key)), **about
-                )
-            )
+            self.add(Candidate(id, lambda key, *_: self.closer(fn, *key_flags(key)), **about))
             return fn
 
         return register
@@ -244,15 +236,12 @@ class Op:
     def key(self, args: Sequence[Any], direction: str, precision: str = "default") -> Key:
         """The key of op-level arguments (in schema order)."""
         device = next(a.device.type for a in args if isinstance(a, Tensor))
+        pairs = [*zip(self.params, args, strict=True)]
         return Key(
             op=self.name,
-            tensors=tuple(
-                spec(a, device) for p, a in zip(self.params, args, strict=True) if p.is_tensor
-            ),
+            tensors=tuple([spec(a, device) for p, a in pairs if p.is_tensor]),
             names=tuple(p.name for p in self.tensors),
-            flags=tuple(
-                (p.name, a) for p, a in zip(self.params, args, strict=True) if not p.is_dynamic
-            ),
+            flags=tuple([(p.name, a) for p, a in pairs if not p.is_dynamic]),
             device=device,
             direction=direction,
             precision=precision,
@@ -288,9 +277,7 @@ class DataChooser:
     # the candidate that would serve data like the last ones, if that is known
     expected: Callable[[Op, Key, torch.device, float], tuple[Candidate, Config] | None]
     # what looks at the data of each call, and the same from arguments to the one output, if there is that
-    launcher: Callable[
-        [Op, Key, torch.device, float], tuple[Launcher, Callable[..., Tensor] | None]
-    ]
+    launcher: Callable[..., tuple[Launcher, Callable[..., Tensor] | None]]
 
 
 OPS: dict[str, Op] = {}
@@ -307,10 +294,6 @@ def spec(tensor: Tensor | None, device: str) -> TensorSpec | None:
     if tensor is None:
         return None
     pointer = tensor.data_ptr() & 15
-    return TensorSpec(
-        dtype=NAMES.get(tensor.dtype, str(tensor.dtype)),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        align=pointer & -pointer or 16,
-        constant=device == "cpu" and weight_cache.is_constant(tensor),
-    )
+    align, dtype = pointer & -pointer or 16, NAMES.get(tensor.dtype) or str(tensor.dtype)
+    constant = device == "cpu" and weight_cache.is_constant(tensor)
+    return TensorSpec(dtype, tuple(tensor.shape), tuple(tensor.stride()), align, constant)

@@ -57,11 +57,7 @@ class Policy:
         return self.deterministic or self.lockfile is not None
 
 
-def _root() -> Policy:
-    return Policy(tune=settings.tune_mode(), lockfile=settings.lockfile())
-
-
-ROOT = _root()
+ROOT = Policy(tune=settings.tune_mode(), lockfile=settings.lockfile())
 VARIABLE: ContextVar[Policy] = ContextVar("tensorlogic_policy", default=ROOT)
 MOST = 256  # policies whose warm keys are kept
 _INTERNED: dict[tuple[Any, ...], Policy] = {ROOT.identity: ROOT}
@@ -224,13 +220,10 @@ def policy(
         raise TypeError(
             f"policy: lockfile is {type(lockfile).__name__}; it must be the path of an exported lockfile"
         )
-    changes: dict[str, Any] = {}
-    if tune is not None:
-        changes["tune"] = tune
-    if force is not None:
-        changes["force"] = force if isinstance(force, str) else MappingProxyType(dict(force))
-    if deterministic is not None:
-        changes["deterministic"] = deterministic
+    given = {"tune": tune, "force": force, "deterministic": deterministic}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if isinstance(force, Mapping):
+        changes["force"] = MappingProxyType(dict(force))
     if lockfile is not None:
         path = settings.expanded("policy: lockfile", lockfile).resolve()
         if not path.is_file():

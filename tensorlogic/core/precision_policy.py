@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from . import policy
@@ -64,19 +63,14 @@ class precision:
         _ENTERED.set((*_ENTERED.get(), entered))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *problem: Any) -> None:
         if not _ENTERED.get():
             raise RuntimeError(
                 "precision: left without having been entered; use it in a with statement"
             )
         *rest, entered = _ENTERED.get()
         _ENTERED.set(tuple(rest))
-        entered.__exit__(kind, problem, trace)
+        entered.__exit__(kind, *problem)
         if kind is None and self.asked.mode == "adaptive":
             for leave in ON_LEAVE:
                 leave()
@@ -110,9 +104,7 @@ class precision:
 
 
 ON_LEAVE: list[Callable[[], None]] = []  # what is to be done where a block within a budget ends
-_ENTERED: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar(
-    "tensorlogic_precision", default=()
-)
+_ENTERED: ContextVar[tuple[Any, ...]] = ContextVar("tensorlogic_precision", default=())
 
 
 @policy.outside_of_graphs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,10 +72,6 @@ def example(value: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _always(_: Match) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Rule:
     """One rewrite: where `pattern` matches and `guard` holds, `replace(match, emit)` says what stands there instead.
@@ -87,7 +83,7 @@ class Rule:
     op: str
     pattern: Call
     replace: Callable[[Match, Emit], Any]
-    guard: Callable[[Match], bool] = _always
+    guard: Callable[[Match], bool] = lambda match: True
     training: bool = True
     exact: bool = False
 
@@ -112,7 +108,7 @@ class Composite:
 
     name: str
     meaning: Callable[..., Tensor]
-    ways: tuple[Way, ...] = field(default=())
+    ways: tuple[Way, ...] = ()
 
     def __call__(self, *args: Any) -> Tensor:
         return self.meaning(*args)
@@ -143,9 +139,7 @@ def floating(*tensors: Tensor | None) -> bool:
 
 def parameters_like(match: Match, *names: str) -> bool:
     """True where every named value is a parameter or buffer, or computed from such alone."""
-    return all(
-        match[n] is None or getattr(match[n], "meta", {}).get("constant", False) for n in names
-    )
+    return all(match[n] is None or getattr(match[n], "meta", {}).get("constant") for n in names)
 
 
 aten = torch.ops.aten

@@ -25,10 +25,10 @@ from ..system import process, settings
 
 SCHEME = "1"  # another one where the same text hashes to something else
 DIGITS = 16  # hashes of whole texts, which this one replaces, had 12
-# file in the cache folder: what was parsed once need not be parsed again
-CACHE = "source-hashes"
+CACHE = "source-hashes"  # file in the cache folder
 MOST_BYTES = 1 << 20  # of that file, which then begins anew: some 30,000 hashes
 OURS = __name__.partition(".")[0]
+Find = Callable[[ast.Module], list[ast.AST]]  # which nodes of a module's tree are hashed
 
 _KNOWN: dict[str, str] = {}  # hashes by text and item
 _READ: set[Path] = set()  # cache files that are in _KNOWN
@@ -130,9 +130,7 @@ def _named(tree: ast.Module, names: list[str]) -> list[ast.AST]:
     return inside
 
 
-def _remembered(
-    scope: Mapping[str, Any], text: str, at: str, find: Callable[[ast.Module], list[ast.AST]]
-) -> str:
+def _remembered(scope: Mapping[str, Any], text: str, at: str, find: Find) -> str:
     """Hash of what `find` finds in a module's tree, computed once for each text, in all processes of this user."""
     key = _digest(SCHEME, str(scope.get("__name__")), at, text)
     if key not in _KNOWN:
@@ -143,9 +141,7 @@ def _remembered(
     return _KNOWN[key]
 
 
-def _computed(
-    scope: Mapping[str, Any], text: str, find: Callable[[ast.Module], list[ast.AST]]
-) -> str:
+def _computed(scope: Mapping[str, Any], text: str, find: Find) -> str:
     try:
         with process.paused():
             tree = ast.parse(text)
@@ -190,9 +186,7 @@ def _append(path: Path | None, line: str) -> None:
 
 # what a tree means --------------------------------------------------------------------------------------------------
 
-_SKIPPED = frozenset(
-    ("ctx", "kind", "type_comment", "type_ignores", "simple", "annotation", "returns")
-)
+_SKIPPED = {"ctx", "kind", "type_comment", "type_ignores", "simple", "annotation", "returns"}
 _ANNOTATED = (ast.arg, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunctionDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _KERNEL_ENDS = object()

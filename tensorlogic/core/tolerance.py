@@ -11,13 +11,9 @@ from torch import Tensor
 
 from .dtypes import NAMES
 
-# a candidate's error may be at most twice that of same-dtype eager PyTorch
-RELATIVE_TO_EAGER = 2.0
-# relative error of eager's from which on no element of an output says anything: all of it has
-# cancelled
-NOISE = 0.5
-# elements of an output from which on two errors can be compared without regard to chance
-FEW = 64
+RELATIVE_TO_EAGER = 2.0  # times the error of same-dtype eager PyTorch, at most
+NOISE = 0.5  # eager's relative error where all of an output has cancelled
+FEW = 64  # elements below which chance decides which of two errors is larger
 # errors from which their deviation is taken: a median of millions takes a third of the judging
 SAMPLE = 1 << 16
 MEDIAN = 0.6745  # of the sizes of normal numbers, over their deviation
@@ -55,8 +51,7 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 
 
 def beyond(out: Tensor, largest: float) -> bool:
-    """Whether an element has left the dtype's range, or for float64, which may have been computed in it, float32's; samples of rows need
-    not meet it: all are looked at where one may be as large as `largest`, beyond that range."""
+    """Whether an element has left the dtype's range (float32's for float64); looks at all of them where `largest` is beyond it."""
     computed = torch.float32 if out.dtype == torch.float64 else out.dtype
     near = out.dtype.is_floating_point and largest > torch.finfo(computed).max
     return near and not math.isfinite(float(out.sum(dtype=torch.float64)))
@@ -75,8 +70,7 @@ def of_all(miss: Tensor) -> float:
 
 
 def of_those_that_miss(miss: Tensor) -> float:
-    """`chance` over as many elements of eager's errors as make up their norm, (Σ e²)² / Σ e⁴: one of a thousand may be all of it, as the
-    1 / std of three numbers that are nearly equal is."""
+    """`chance` over as many elements as make up the norm of eager's errors, (Σ e²)² / Σ e⁴: one of a thousand may be all of it."""
     size = miss.abs()
     square = (size / size.amax().clamp_min(torch.finfo(torch.float64).tiny)).square()
     total, fourth = square.sum().item(), square.square().sum().item()
@@ -175,19 +169,15 @@ def _judge_one(
         most = max(most, (luck if base == eager_error else of_all)(eager_miss))
     as_sums = error * norms[2] <= RELATIVE_TO_EAGER * lost * out.numel() ** 0.5
     if ratio > most * slack and not as_sums:
-        return (
-            f"has relative error {ratio * base:.2e}, {ratio:.3g} times eager's {base:.2e} (at most {most:.3g})",
-            ratio,
-        )
+        reason = f"has relative error {ratio * base:.2e}, {ratio:.3g} times eager's {base:.2e} (at most {most:.3g})"
+        return reason, ratio
     if steady and eager_error > NOISE:
         return None, ratio
     eps = max(spacing(plain.dtype), coarse)
     excess = _largest_excess(miss, eager_miss, exact, eps, steady, slack, lost)
     if excess > slack:
-        return (
-            f"has an element {excess:.3g} times further from the reference than its row allows",
-            ratio,
-        )
+        reason = f"has an element {excess:.3g} times further from the reference than its row allows"
+        return reason, ratio
     return None, ratio
 
 
@@ -197,8 +187,7 @@ def _less(t: Tensor, exact: Tensor, source: Tensor) -> Tensor:
 
 
 def _not_finite(out: Tensor, plain: Tensor, ref: Tensor) -> str | None:
-    """What is wrong about NaN and infinities: each must be one of eager's or of the reference's, but where rounding alone decides which
-    side of the dtype's range a number falls on."""
+    """What is wrong about NaN and infinities: each must be eager's or the reference's, except at the very end of the dtype's range."""
     rounded = ref.to(out.dtype)
     out_nan, plain_nan = torch.isnan(out), torch.isnan(plain)
     if bool(((out_nan != plain_nan) & (out_nan != torch.isnan(rounded))).any()):
@@ -226,19 +215,12 @@ def floor(dtype: torch.dtype) -> float:
 
 
 def _infinities(t: Tensor) -> Tensor:
-    return torch.isinf(t).to(torch.int8) * torch.sign(t.real if t.is_complex() else t).nan_to_num(
-        0
-    ).to(torch.int8)
+    signs = torch.sign(t.real if t.is_complex() else t).nan_to_num(0).to(torch.int8)
+    return torch.isinf(t).to(torch.int8) * signs
 
 
 def _largest_excess(
-    miss: Tensor,
-    eager_miss: Tensor,
-    ref: Tensor,
-    eps: float,
-    steady: bool,
-    slack: float,
-    lost: float = 0.0,
+    miss: Tensor, eagers: Tensor, ref: Tensor, eps: float, steady: bool, slack: float, lost: float
 ) -> float:
     """Largest |out − ref| over what is allowed there: some spacings of the row's scale, or four times eager's worst in that row and its
     usual worst, which what sums lose is not less than.
@@ -247,20 +229,20 @@ def _largest_excess(
     that is 0, `slack` times, that bound is the answer: no element has to be looked at alone.
     """
     last = ref.shape[-1] if ref.dim() else 1
-    miss, eager_miss, size = (t.reshape(-1, last) for t in (miss, eager_miss, ref))
+    miss, eagers, size = (t.reshape(-1, last) for t in (miss, eagers, ref))
     if not steady:
-        finite = torch.isfinite(miss) & torch.isfinite(eager_miss)
-        miss, eager_miss, size = (torch.where(finite, t, 0) for t in (miss, eager_miss, size))
-    eager_worst = eager_miss.abs().amax(-1, keepdim=True)
+        finite = torch.isfinite(miss) & torch.isfinite(eagers)
+        miss, eagers, size = (torch.where(finite, t, 0) for t in (miss, eagers, size))
+    eager_worst = eagers.abs().amax(-1, keepdim=True)
     row = torch.linalg.vector_norm(size, 2, -1, keepdim=True) * last**-0.5
     whole = row.square().mean().sqrt()
     least = torch.finfo(torch.float64).tiny
     usual = eager_worst.mean().clamp_min(lost)
     # the worst of a few is hardly a worst: as far off as the worst of so many normal errors is
     if last < FEW:
-        some = eager_miss.reshape(-1)[:: eager_miss.numel() // SAMPLE | 1]  # odd: of every column
+        some = eagers.reshape(-1)[:: eagers.numel() // SAMPLE | 1]  # odd: of every column
         deviation = some.abs().median() / MEDIAN  # which a few that are far off leave alone
-        usual = torch.maximum(usual, deviation * (2 * math.log(eager_miss.numel())) ** 0.5)
+        usual = torch.maximum(usual, deviation * (2 * math.log(eagers.numel())) ** 0.5)
     rest = ELEMENT_SLACK * eps * (row + 0.1 * whole) + 4 * (eager_worst + usual)
     miss = miss.abs()
     largest: float = (miss.amax(-1, keepdim=True) / rest.clamp_min(least)).amax().item()

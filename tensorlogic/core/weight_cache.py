@@ -138,9 +138,8 @@ class DerivedCache:
         """Whether `get` would make nothing anew."""
         with _LOCK:
             entry = self._entries.get((id(tensor), kind))
-            return bool(
-                entry and _current(entry, tensor, _stamp(tensor)) and entry.value is not None
-            )
+            known = entry and _current(entry, tensor, _stamp(tensor))
+            return bool(known and entry and entry.value is not None)
 
     def _drop(self, key: tuple[int, str]) -> None:
         with _LOCK:
@@ -151,9 +150,8 @@ class DerivedCache:
     def invalidate(self, tensor: Tensor | None = None) -> None:
         """Forget what was derived from `tensor`, or everything."""
         with _LOCK:
-            for key in [
-                k for k, e in list(self._entries.items()) if tensor is None or e.owner() is tensor
-            ]:
+            held = list(self._entries.items())
+            for key in [k for k, e in held if tensor is None or e.owner() is tensor]:
                 self._drop(key)
 
     def names(self) -> set[tuple[int, str]]:
@@ -202,8 +200,7 @@ def _stamp(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def pretend_step() -> None:
-    """Every weight counts as changed, as after an optimizer's step: what is timed for training shall not live on copies that
-    training would have to make anew. `end_pretending` ends it."""
+    """Every weight counts as changed, as after an optimizer's step, until `end_pretending`: timed training shall make its copies."""
     global _steps
     _steps += 1
 

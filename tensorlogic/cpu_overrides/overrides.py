@@ -5,6 +5,7 @@ A repair takes the arguments of one PyTorch kernel and returns its result, or No
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,8 +23,7 @@ from ..ops.linear import LINEAR
 from ..ops.matmul import MATMUL
 
 HALVES = frozenset((torch.float16, torch.bfloat16))
-# multiplications up to which PyTorch's own kernel ends before ours has begun
-GRAIN = 1 << 15
+GRAIN = 1 << 15  # multiplications below which PyTorch's own kernel serves
 Repair = Callable[..., Any]
 Route = Callable[..., Any]
 
@@ -172,12 +172,8 @@ def _find_addmm(c: Tensor, a: Tensor, b: Tensor, activation: str = "none") -> Ro
     return lambda c, a, b: _combined(torch.addmm, 2, c, a, b, 1, 1)
 
 
-def _find_addmm_relu(c: Tensor, a: Tensor, b: Tensor) -> Route:
-    return _find_addmm(c, a, b, "relu")
-
-
-def _find_addmm_gelu(c: Tensor, a: Tensor, b: Tensor) -> Route:
-    return _find_addmm(c, a, b, "gelu")
+_find_addmm_relu = functools.partial(_find_addmm, activation="relu")
+_find_addmm_gelu = functools.partial(_find_addmm, activation="gelu")
 
 
 def baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor | None:
@@ -257,14 +253,11 @@ def _in_f32(fn: Callable[..., Any], tensors: Sequence[Any], *rest: Any, **named:
     """`fn` on widened halves; what was asked for in halves is rounded once."""
     dtype = next(t.dtype for t in tensors if isinstance(t, Tensor))
     y = fn(*[_wide(t) for t in tensors], *rest, **named)
-    return (
-        y.to(dtype) if isinstance(y, Tensor) else tuple(t if t is None else t.to(dtype) for t in y)
-    )
+    return y.to(dtype) if isinstance(y, Tensor) else tuple(t if t is None else t.to(dtype) for t in y)  # fmt: skip
 
 
 def _wide(t: Any) -> Any:
-    """Halves in float32, laid out likewise: rows whose elements are neighbours stay so where windows overlap, too, of which PyTorch
-    makes columns. Its attention's kernel asks nobody whether they are."""
+    """Halves in float32, laid out likewise; of overlapping windows PyTorch makes columns, which its attention kernel never expects."""
     if not (isinstance(t, Tensor) and t.dtype in HALVES):
         return t
     wide = t.float()
@@ -286,69 +279,45 @@ def _slow(*tensors: Any) -> bool:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *flags: Any, attn_mask: Tensor | None = None, **more: Any
 ) -> tuple[Tensor, Tensor] | None:
     """PyTorch's fused attention, forward: y in the dtype of q and the log-sum-exp in float32."""
-    if not _slow(q, k, v, attn_mask) or q.numel() * k.shape[-2] <= GRAIN:
-        if q.dtype != torch.float16:  # whatever the mask is
-            hook_extension.leave()
+    if not _serves_attention(q, k, v, attn_mask):
         return None
-    y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_wide(t) for t in (q, k, v)),
-        dropout_p,
-        is_causal,
-        attn_mask=_wide(attn_mask),
-        scale=scale,
-    )
+    fn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    y, lse = fn(*map(_wide, (q, k, v)), *flags, attn_mask=_wide(attn_mask), **more)
     return y.to(q.dtype), lse
 
 
 def attention_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    """PyTorch's fused attention, backward: dq, dk, dv."""
-    if not _slow(dy, q, k, v, y, attn_mask) or q.numel() * k.shape[-2] <= GRAIN:
-        if q.dtype != torch.float16:  # whatever the mask is
-            hook_extension.leave()
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, *rest: Any, attn_mask: Tensor | None = None, **more: Any
+) -> Any:  # fmt: skip
+    """PyTorch's fused attention, backward: dq, dk, dv. `rest`: the log-sum-exp, the dropout and whether it is causal."""
+    if not _serves_attention(q, k, dy, v, y, attn_mask):
         return None
     fn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    named = {"attn_mask": _wide(attn_mask), "scale": scale}
-    return _in_f32(fn, (dy, q, k, v, y, lse), dropout_p, is_causal, **named)
+    lse, *flags = rest
+    return _in_f32(fn, (dy, q, k, v, y, lse), *flags, attn_mask=_wide(attn_mask), **more)
 
 
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor | None:
-    """A convolution of any kind and dimension; what is empty, or would be, PyTorch's float32 kernels take otherwise than its others."""
+def _serves_attention(q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
+    """Whether float32 serves; of other dtypes than float16 that is remembered, whatever the mask is."""
+    if _slow(q, k, *others) and q.numel() * k.shape[-2] > GRAIN:
+        return True
+    if q.dtype != torch.float16:
+        hook_extension.leave()
+    return False
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor | None:
+    """A convolution of any kind and dimension; what is empty, or would be, PyTorch's float32 kernels take otherwise than its others.
+
+    `rest`: stride, padding, dilation, whether it is transposed, output padding, groups.
+    """
     if not _slow(x, weight, bias) or 0 in x.shape or 0 in weight.shape:
         return None
-    rest = (stride, padding, dilation, transposed, output_padding, groups)
-    if transposed and _shortest(x.shape[2:], weight.shape[2:], *rest[:3], output_padding) < 1:
+    *sizes, transposed, output_padding, _ = rest
+    if transposed and _shortest(x.shape[2:], weight.shape[2:], *sizes, output_padding) < 1:
         return None
     return _in_f32(torch.ops.aten.convolution, (x, weight, bias), *rest)
 

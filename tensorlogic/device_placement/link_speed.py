@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,15 +55,11 @@ def link(device: torch.device) -> Link:
                     begin = time.perf_counter()
                     transfer.to(transfer.to(part[:nbytes], device), "cpu")
                     seconds.append((time.perf_counter() - begin) / 2)
-                taken.append(_middle(seconds[1:]))
+                taken.append(sorted(seconds[1:])[len(seconds) // 2])
         its.latency = taken[0]
         its.bandwidth = (PROBED[1] - PROBED[0]) / max(taken[1] - taken[0], 1e-6)
         its.timed = True
     return its
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def speed(place: torch.device) -> float:

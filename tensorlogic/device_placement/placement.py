@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -25,8 +26,7 @@ from .timing_history import Trial
 
 LOG = logging.getLogger("tensorlogic")
 SMALL = 1 << 21  # operations below which no transfer pays
-# a side that is expected to take so many times the other's time is not tried
-HOPELESS = 3.0
+HOPELESS = 3.0  # times the other side's expected time: not tried
 MOST = 8192  # keys whose times are kept
 _SAID: set[str] = set()
 _TRIALS: dict[tuple[Any, ...], Trial] = {}
@@ -104,9 +104,8 @@ def call(op: Op, public: Callable[..., Any], given: Sequence[Any], where: Any = 
         out = trial.timed("cuda", there)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as problem:
         trial.note("cuda", math.inf)
-        _say(
-            f"tensorlogic: {op.name} could not run on {place} ({type(problem).__name__}); the CPU serves it"
-        )
+        said = f"tensorlogic: {op.name} could not run on {place} ({type(problem).__name__}); the CPU serves it"
+        _say(said)
         out = run(torch.device("cpu"))
     return Unified(out, made=True) if together else out
 
@@ -154,12 +153,8 @@ def _moved(g: Any, place: torch.device) -> Any:
     if g.requires_grad and torch.is_grad_enabled():
         return g.to(place)
     if _kept(g):
-        return weight_cache.CACHE.get(
-            g,
-            f"on {place}",
-            lambda t: transfer.to(t, place),
-            lambda t: t.numel() * t.element_size(),
-        )
+        move = functools.partial(transfer.to, device=place)
+        return weight_cache.CACHE.get(g, f"on {place}", move, lambda t: t.nbytes)
     return transfer.to(g, place)
 
 
@@ -202,15 +197,13 @@ def _weighed(op: Op, given: Sequence[Any], trial: Trial) -> tuple[torch.device, 
         return cpu, True
     here, there, text = _expected(op, given, work, device)
     taken, trial.here, trial.work = trial.taken, here, work
-    trial.likely = (
-        math.inf if _columns(op, [a for a in args if isinstance(a, Tensor)]) is None else here
-    )
+    product = _columns(op, [a for a in args if isinstance(a, Tensor)]) is not None
+    trial.likely = here if product else math.inf
     order = ("cuda", "cpu") if there < here else ("cpu", "cuda")
     near = trial.both or max(here, there) < HOPELESS * min(here, there)
     for side in order:
-        if not trial.enough(side) and (
-            side == order[0] or near or _disappointing(taken, here, there)
-        ):
+        chance = side == order[0] or near or _disappointing(taken, here, there)
+        if chance and not trial.enough(side):
             _show(text, side, "expected" if side == order[0] else "to be timed")
             return (device if side == "cuda" else cpu), False
     best = min(taken, key=lambda side: min(taken[side]))
@@ -236,9 +229,8 @@ def _work(op: Op, args: Sequence[Any]) -> float:
 
 def _columns(op: Op, tensors: Sequence[Any]) -> int | None:
     """Of a product's result: rows of a weight or of keys, columns of a second operand; None of anything else."""
-    if len(tensors) < 2 or not (
-        "matmul" in op.name or "linear" in op.name or op.name == "attention_scores"
-    ):
+    product = "matmul" in op.name or "linear" in op.name or op.name == "attention_scores"
+    if len(tensors) < 2 or not product:
         return None
     shape = tensors[1].shape
     if len(shape) < 2:

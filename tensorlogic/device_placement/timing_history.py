@@ -12,19 +12,13 @@ import torch
 
 from . import link_speed
 
-# runs of either side that are timed, at least, before the faster one stays for a while
-AGAIN = 3
-# at most, while they still get faster or take far longer than expected
-MORE = 12
-# a side that has taken so long is not timed more often for that
-MOMENT_S = 0.05
-# of the least time before: a run that took less may be followed by a still faster one
-NEW = 0.9
-# times what is expected, and beyond what calling takes: others had the cores
-STRANGE = 3.0
+AGAIN = 3  # runs of either side that are timed, at least
+MORE = 12  # at most, while they get faster or take far longer than expected
+MOMENT_S = 0.05  # a side that has taken so long is not timed more often
+NEW = 0.9  # of the least time: a run below may precede a faster one
+STRANGE = 3.0  # times what is expected: others had the cores
 CALL_S = 50e-6  # what calling takes at most
-# runs one after another on a GPU that took longer than the CPU did: both are timed again
-LATE = 8
+LATE = 8  # slow runs on a GPU in a row, after which both are timed again
 SHARE = 0.05  # of a key's time that timing the slower side again may take
 CPU = torch.device("cpu")
 
@@ -44,8 +38,7 @@ class Trial:
     late: int = 0  # runs in a row on the GPU that took longer than the CPU did
 
     def enough(self, side: str) -> bool:
-        """Whether this side's runs tell what a call takes: not while they get faster (it was called for the first time), nor, the
-        first time, while all took strangely long, unless that has cost enough."""
+        """Whether this side's runs tell what a call takes: not while they get faster, nor at first while all took strangely long."""
         taken = self.taken.get(side, [])
         strange = self._strange(side)
         if strange and self.rest:
@@ -57,8 +50,7 @@ class Trial:
         return not strange and taken[-1] >= NEW * min(taken[:-1])
 
     def settle(self, place: torch.device, lasting: bool) -> None:
-        """Go there: for good where that was asked for or the GPU is out of the question, else for longer every time. A CPU that took
-        strangely long gets another chance soon."""
+        """Go there: for good if `lasting` or without a GPU, else longer every time; a strangely slow CPU gets a chance soon."""
         other = "cuda" if place.type == "cpu" else "cpu"
         best, runs = min(self.taken.get(place.type, ()), default=0.0), self.taken.get(other, [])
         slower = min(runs, default=self.here if other == "cpu" else math.inf)
@@ -73,8 +65,7 @@ class Trial:
         self.left = self.rest - 1  # this call is the first
 
     def due(self) -> bool:
-        """Count a call that goes where it was settled. Once those are through, both sides are timed anew, and one that never
-        ran is if it is found to have a chance."""
+        """Count a call that goes where it was settled; after the last of them both sides that have a chance are timed anew."""
         self.left -= 1
         if self.left >= 0:
             return False

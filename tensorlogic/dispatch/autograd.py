@@ -77,9 +77,8 @@ class Recording:
         ctx.record = self
         ctx.scalars = tuple([dynamic[i] for i in bound.scalars])
         needs = _of_tensors(bound.op, ctx.needs_input_grad[1:])
-        saved, looks = saved_tensors.split(
-            bound.op.gradient.save(bound.flags, needs, dynamic, outs)
-        )
+        kept = bound.op.gradient.save(bound.flags, needs, dynamic, outs)
+        saved, looks = saved_tensors.split(kept)
         ctx.save_for_backward(*saved)
         self.looks = looks if any(looks) else None  # the same in every call of a key
         if own and self.places is None:
@@ -112,9 +111,8 @@ class Recording:
 
 def _places(saved: Sequence[Any], known: Sequence[Any]) -> tuple[int, ...] | None:
     """Where among `known` each of `saved` is, -1 for None; None where one is something else."""
-    found = [
-        -1 if s is None else next((i for i, k in enumerate(known) if k is s), -2) for s in saved
-    ]
+    at = {id(k): i for i, k in reversed([*enumerate(known)])}
+    found = [-1 if s is None else at.get(id(s), -2) for s in saved]
     return None if -2 in found else tuple(found)
 
 
@@ -130,16 +128,12 @@ class Recorded(torch.autograd.Function):
         return (None, *ctx.record.backward(ctx, dy))
 
 
-def _backward(node: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (None, *node.record.backward(node, dy))
-
-
 def _compiled(module: Any) -> None:
     Recorded.forward = staticmethod(module.forward)  # type: ignore[method-assign]
 
 
 # what PyTorch's own does, which looks for a `vjp` first
-Recorded._backward_cls.apply = _backward  # type: ignore[attr-defined]
+Recorded._backward_cls.apply = Recorded.backward  # type: ignore[attr-defined]
 call_extension.ON_LOAD.append(_compiled)
 
 # What torch.autograd.Function.apply comes to outside of torch.func's transforms, in which no key is bound: 1.5 µs less.

@@ -21,8 +21,7 @@ from . import selector as dispatch_selector
 from .autograd import Recording, applied
 from .call_cache import Run, device_of, keep, present
 
-# devices whose kernels, not the host, set the time of PyTorch's gradients
-FOLLOWED = ("cuda",)
+FOLLOWED = ("cuda",)  # kernels, not the host, set the time of gradients
 # of a forward pass whose kernels take longer than the host does for our node
 HEAVY_BYTES, HEAVY_FLOPS = (32e6, 1e10)
 
@@ -31,21 +30,9 @@ class Bound:
     """One key of one policy, bound to the launcher that was chosen for it."""
 
     __slots__ = (
-        "cacheable",
-        "choice",
-        "device",
-        "flags",
-        "key",
-        "launch",
-        "op",
-        "outside",
-        "policy",
-        "record",
-        "run",
-        "scalars",
-        "two_ways",
-        "unpaired",
-    )
+        "cacheable", "choice", "device", "flags", "key", "launch", "op", "outside", "policy", "record", "run",
+        "scalars", "two_ways", "unpaired",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -79,8 +66,7 @@ class Bound:
             self.run = _unhooked(self.run, self.unpaired.run)
 
     def _followed(self) -> bool:
-        """Whether our backward pass may stand behind PyTorch's forward, where that was chosen: forward's time alone decides who
-        makes it, and often by little, while of gradients PyTorch's own may be the slowest."""
+        """Whether our backward may follow PyTorch's forward, which often wins by little while PyTorch's backward is the slowest."""
         light = self.op.gradient is not None and self.op.gradient.light
         served = EAGER in (c.candidate.id for c in (self.choice, self.choice.captured) if c)
         forced = self.policy.forced(self.op.name) == EAGER
@@ -95,18 +81,15 @@ class Bound:
         if isinstance(self.outside, Recording):
             return self.outside.compiled(two) or self.run, 0
         if call_extension.is_plan(self.launch):
-            return (
-                self.launch,
-                call_extension.WHOLE * self.op.internal | call_extension.OUTSIDE * two,
-            )
+            how = call_extension.WHOLE * self.op.internal | call_extension.OUTSIDE * two
+            return self.launch, how
         alone = not self.op.internal and not two
         if alone and self.choice.direct is not None:
             return self.choice.direct, 0
         return (self.launch if alone and call_extension.is_launcher(self.launch) else self.run), 0
 
     def _runner(self, choice: decision.Choice, recording: bool, behind: bool) -> Run:
-        """From dynamic arguments to what the caller gets; None where the launcher declines. `behind`: eager's forward is recorded by
-        our node, too."""
+        """From dynamic arguments to what the caller gets, None where the launcher declines; `behind`: our node records eager, too."""
         launch, eager = choice.launch, choice.candidate.id == EAGER
         if recording and eager and behind:
             launch = choice.candidate.bind(self.key, {}, self.device)
@@ -129,20 +112,16 @@ class Bound:
         """A candidate ran out of memory: eager takes this call; eager's own failure is the caller's."""
         if choice.candidate.id == EAGER:
             raise problem
-        decision.say_once(
-            self.op,
-            choice.candidate.id,
-            f"tensorlogic: {choice.candidate.id} ran out of memory on {self.key.text}; torch.eager serves it",
-        )
+        id = choice.candidate.id
+        said = f"tensorlogic: {id} ran out of memory on {self.key.text}; torch.eager serves it"
+        decision.say_once(self.op, id, said)
         return self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
 
     def declined(self, dynamic: Sequence[Any]) -> Outputs:
         """A candidate declined the very key it was bound for: eager takes this call."""
-        decision.say_once(
-            self.op,
-            self.choice.candidate.id,
-            f"tensorlogic: {self.choice.candidate.id} declined {self.key.text}, which it was bound for; torch.eager serves it",
-        )
+        id = self.choice.candidate.id
+        said = f"tensorlogic: {id} declined {self.key.text}, which it was bound for; torch.eager serves it"
+        decision.say_once(self.op, id, said)
         outs = self.op.candidates[EAGER].bind(self.key, {}, self.device)(*dynamic)
         assert outs is not None
         return outs
@@ -159,8 +138,7 @@ def _two_ways(eager: Run, captured: Run) -> Run:
 
 
 def _unhooked(paired: Run, apart: Run) -> Run:
-    """Calls under hooks on what is saved keep what PyTorch's own would: checkpoints compare it with what another choice keeps, and a hook
-    may store floats in fewer bits."""
+    """Calls under saved-tensor hooks keep what PyTorch's own would: checkpoints compare it, and hooks may store fewer bits."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
     return lambda *dynamic: paired(*dynamic) if hooks(True) is None else apart(*dynamic)
 
@@ -174,21 +152,12 @@ def bind(op: Op, args: Sequence[Any], policy: policies.Policy, recording: bool) 
 
 def outputs(op: Op, args: Sequence[Any], *, compiled: bool = False) -> Outputs:
     """All outputs of op-level arguments (`save` included), nothing recorded: what the registered op runs."""
-    chosen, dynamic = (
-        policies.current(),
-        [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic],
-    )
+    chosen = policies.current()
+    dynamic = [a for p, a in zip(op.params, args, strict=True) if p.is_dynamic]
     if chosen.precision is not None and op.precise is not None:
         op = op.precise
-    where = (
-        op.name,
-        compiled,
-        *(
-            a.shape if isinstance(a, Tensor) else a
-            for p, a in zip(op.params, args, strict=True)
-            if p.is_tensor or not p.is_dynamic
-        ),
-    )
+    keyed = (a for p, a in zip(op.params, args, strict=True) if p.kind != "scalar")
+    where = (op.name, compiled, *(a.shape if isinstance(a, Tensor) else a for a in keyed))
     tensors = present(op, args)
     for check, launch in chosen.entries.get(where, ()):
         if check(*tensors) and (outs := launch(*dynamic)) is not None:

@@ -117,14 +117,9 @@ def _plugins(points: list[importlib.metadata.EntryPoint]) -> None:
         except Exception as problem:
             # whatever a third party's package raises must not take ours down; it is said by name
             absent = (isinstance(problem, ModuleNotFoundError) and problem.name) or ""
-            LOG.warning(
-                "tensorlogic: candidates of %s (%s) were not loaded: %s: %s%s",
-                point.name,
-                point.value,
-                type(problem).__name__,
-                problem,
-                OWN_PLACE if absent.startswith("tensorlogic.") else "",
-            )
+            whose, why = f"{point.name} ({point.value})", f"{type(problem).__name__}: {problem}"
+            why += OWN_PLACE if absent.startswith("tensorlogic.") else ""
+            LOG.warning("tensorlogic: candidates of %s were not loaded: %s", whose, why)
         finally:
             _distrust(known)
 

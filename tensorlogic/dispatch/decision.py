@@ -12,11 +12,7 @@ from ..core.candidate import EAGER, Candidate, Config, Launcher
 from ..core.op import Op
 
 LOG = logging.getLogger("tensorlogic")
-
-
 AT_HAND = "cost model, without what must be compiled first"
-
-
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -30,11 +26,9 @@ class Choice:
     source: str
     cacheable: bool = True
     captured: Choice | None = None  # what calls under graph capture take instead
-    # the launcher without its tuple, where PyTorch has it so
-    direct: Callable[..., Tensor] | None = None
+    direct: Callable[..., Tensor] | None = None  # the launcher without its tuple, if PyTorch has it
     settle: Callable[..., Tensor] | None = None  # gradient of a joint forward and backward
-    # beside a joint one: forward alone, for calls that want it so
-    apart: Choice | None = None
+    apart: Choice | None = None  # beside a joint one: forward alone, for calls that want it so
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,6 @@ class Decision:
 
 
 FIXED: dict[tuple[str, str], Decision] = {}  # what deterministic calls of this process met
-
-
 PLAIN = Decision((EAGER, {}), (EAGER, {}), "eager")
 
 

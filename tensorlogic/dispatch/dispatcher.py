@@ -29,7 +29,7 @@ LAST_PLACEMENT: list[str] = []  # what `explain` shows: how the last calls were 
 
 
 def public(op: Op) -> Callable[[Callable[P, tuple[Any, ...]]], Callable[P, Tensor]]:
-    """Decorator for a public function of `op`: see `front.front`."""
+    """Decorator for a public function of `op`: see `fast_path.front`."""
     return fast_path.front(op, _miss)
 
 
@@ -96,9 +96,8 @@ def _shown(op: Op, public: Callable[..., Any], stand_ins: Sequence[Any], given: 
 
 def _beside_default_device(given: Sequence[Any]) -> bool:
     """Whether a default device is set, and nothing among the arguments wants to see the call."""
-    return function_modes.default_device() and all(
-        tensor_guard.plain(g) for g in given if isinstance(g, Tensor)
-    )
+    tensors = (g for g in given if isinstance(g, Tensor))
+    return function_modes.default_device() and all(map(tensor_guard.plain, tensors))
 
 
 def _with_number(given: Sequence[Any]) -> bool:
@@ -169,9 +168,8 @@ def call(
 
     `public` is the function and the arguments that the caller gave it: its compiled front may serve such ones later.
     """
-    recording = torch.is_grad_enabled() and any(
-        isinstance(a, Tensor) and a.requires_grad for a in args
-    )
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if recording and op.gradient is None:  # a gradient's own gradient
         return composition(op, args)
     if op.gradient is not None:
@@ -188,9 +186,8 @@ def call(
         return outs if op.internal else outs[0]
     if where is not None and bound.cacheable:
         # warm from now on: `front` serves the key without coming here
-        dispatch_call_cache.keep(
-            policy, where, tensor_guard.guard(dispatch_call_cache.present(op, args)), bound.run
-        )
+        guard = tensor_guard.guard(dispatch_call_cache.present(op, args))
+        dispatch_call_cache.keep(policy, where, guard, bound.run)
         lasting = policy.observer is None  # one who watches comes with a policy of its own
         if public is not None and bound.device.type in ("cpu", "cuda") and lasting:
             fast_path.keep(*public, policy, *bound.shortest)
@@ -237,11 +234,10 @@ def _warm_lowered(
 def composition(op: Op, args: Sequence[Any]) -> Any:
     """The plain PyTorch composition, differentiable in every way PyTorch's own ops are."""
     full = (*args, False) if op.gradient is not None else tuple(args)
-    key = Flags(
-        tuple((p.name, a) for p, a in zip(op.params, full, strict=True) if not p.is_dynamic)
-    )
+    pairs = [*zip(op.params, full, strict=True)]
+    key = Flags(tuple((p.name, a) for p, a in pairs if not p.is_dynamic))
     launch = op.candidates[EAGER].bind(cast(Key, key), {}, dispatch_call_cache.device_of(args))
-    outs = launch(*[a for p, a in zip(op.params, full, strict=True) if p.is_dynamic])
+    outs = launch(*[a for p, a in pairs if p.is_dynamic])
     assert outs is not None
     return outs if op.internal else outs[0]
 
@@ -287,11 +283,9 @@ def _autocast(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     if op.autocast == "promote" or op.internal:  # the gradient of what ran keeps its dtypes
         return args
-    dtype = (
-        torch.float32
-        if op.autocast == "float32"
-        else torch.get_autocast_dtype(dispatch_call_cache.device_of(args).type)
-    )
+    dtype = torch.float32
+    if op.autocast != "float32":
+        dtype = torch.get_autocast_dtype(dispatch_call_cache.device_of(args).type)
 
     def eligible(a: Any) -> bool:
         return isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64

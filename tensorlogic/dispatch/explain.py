@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, overload
 
 import torch
@@ -17,8 +17,8 @@ from ..core.op import OPS, Op
 from ..plans import open_stores
 from ..plans.plan import Evidence
 from . import candidate_loading, dispatcher
-from . import decision as dispatch_decision
 from . import selector as dispatch_selector
+from .decision import Decision
 
 P = ParamSpec("P")
 Row = tuple[str, str, str, str, str, str]
@@ -44,11 +44,8 @@ def _met(
 ) -> list[tuple[Op, Key, torch.device]]:
     """The keys one call meets, by making it."""
     met: list[tuple[Op, Key, torch.device]] = []
-    from dataclasses import replace
-
-    with policy.use(
-        replace(policy.current(), tune="off", observer=lambda *seen: met.append(seen), entries={})
-    ):
+    observe: Any = lambda *seen: met.append(seen)  # noqa: E731
+    with policy.use(replace(policy.current(), tune="off", observer=observe, entries={})):
         fn(*args, **kwargs)
     return met
 
@@ -105,18 +102,13 @@ class Explanation:
     @property
     def title(self) -> str:
         """The key, where the decision came from, and the choices."""
-        both = f"chosen: {self.eager}" + (
-            "" if self.captured == self.eager else f", captured: {self.captured}"
-        )
-        return f"{self.key.text}\n{both} (from: {self.source})"
+        graph = "" if self.captured == self.eager else f", captured: {self.captured}"
+        return f"{self.key.text}\nchosen: {self.eager}{graph} (from: {self.source})"
 
     def __str__(self) -> str:
         widths = [max(len(r[i]) for r in (HEAD, *self.rows)) for i in range(len(HEAD))]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
-            for r in (HEAD, *self.rows)
-        ]
-        return "\n".join([self.title, *lines])
+        padded = [[c.ljust(w) for c, w in zip(r, widths, strict=True)] for r in (HEAD, *self.rows)]
+        return "\n".join([self.title, *("  ".join(cells).rstrip() for cells in padded)])
 
     __repr__ = __str__
 
@@ -124,9 +116,8 @@ class Explanation:
         import html  # for notebooks only
 
         head = "".join(f"<th>{c}</th>" for c in HEAD)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in self.rows
-        )
+        rows = ["".join(f"<td>{html.escape(c)}</td>" for c in r) for r in self.rows]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<p>{html.escape(self.title)}</p><table><tr>{head}</tr>{body}</table>"
 
 
@@ -187,23 +178,13 @@ def explain_key(op: Op, key: Key, device: torch.device) -> Explanation:
     decision = dispatch_selector.decide(op, key, device, policy.current())
     plan = open_stores.current(device).get(key)
     evidence = {e.candidate: e for e in plan.evidence} if plan else {}
-    rows = [_row(op, id, key, evidence.get(id), decision, plan is not None) for id in op.candidates]
+    rows = [_row(op, id, key, evidence.get(id), decision) for id in op.candidates]
     return Explanation(key, decision.source, decision.eager[0], decision.captured[0], rows)
 
 
-def _row(
-    op: Op,
-    id: str,
-    key: Key,
-    e: Evidence | None,
-    decision: dispatch_decision.Decision,
-    measured: bool,
-) -> Row:
-    chosen = "+".join(
-        w
-        for w, pick in (("eager", decision.eager), ("captured", decision.captured))
-        if pick[0] == id
-    )
+def _row(op: Op, id: str, key: Key, e: Evidence | None, decision: Decision) -> Row:
+    picks = (("eager", decision.eager), ("captured", decision.captured))
+    chosen = "+".join(way for way, pick in picks if pick[0] == id)
     candidate = op.candidates[id]
     if e is None or e.source != candidate.source:
         reason = candidate.unfit(key)
@@ -212,15 +193,6 @@ def _row(
     if e.status == "refused":
         return (id, "-", "-", "-", chosen, f"refused: {e.reason}")
     why = e.reason if chosen or e.reason != "chosen" else "the best when it was measured"
-    detail = " ".join(f"{k}={v}" for k, v in e.config.items())
-    return (
-        id,
-        f"{e.device_us:.2f} ±{100 * e.spread:.0f}%",
-        f"{e.host_us:.2f}",
-        f"{e.error:.2f}x eager's",
-        chosen,
-        f"{why} {detail}".strip(),
-    )
-
-
-__all__ = ["EAGER", "Explanation", "Explanations", "Tensor", "candidates", "explain", "explain_key"]
+    why = " ".join([why, *(f"{k}={v}" for k, v in e.config.items())]).strip()
+    times = f"{e.device_us:.2f} ±{100 * e.spread:.0f}%", f"{e.host_us:.2f}"
+    return id, *times, f"{e.error:.2f}x eager's", chosen, why

@@ -126,34 +126,23 @@ def keep(
 
 def _source(name: str, signature: Mapping[str, inspect.Parameter], params: list[Param]) -> str:
     names = ", ".join(n for n in signature if n != "precision")
-    shown = [
-        n if p.default is inspect.Parameter.empty else f"{n}=default_{n}"
-        for n, p in signature.items()
-    ]
+    none = inspect.Parameter.empty
+    shown = [n if p.default is none else f"{n}=default_{n}" for n, p in signature.items()]
     per_call = ""
     if "precision" in signature:
         shown.insert(-1, "*")
         per_call = PER_CALL.format(name=name, names=names)
-    key = ""
-    for p in params:
-        if p.kind == "tensor":
-            key += f"{p.name}.shape, "
-        elif p.kind == "optional":
-            key += f"{p.name} is None or {p.name}.shape, "  # which nested tensors refuse, whose guard would abort
-        elif p.kind == "flag":
-            key += f"{p.name}, "
+    # nested tensors refuse `.shape`; their guard would abort
+    parts = {"tensor": "{0}.shape, ", "optional": "{0} is None or {0}.shape, ", "flag": "{0}, "}
+    finite = " and {0}.__class__ in numbers and {0} - {0} == 0"
     return TEMPLATE.format(
         name=name,
         signature=", ".join(shown),
         per_call=per_call,
         names=names,
         id=next(_IDS),
-        key=key,
-        scalars="".join(
-            f" and {p.name}.__class__ in numbers and {p.name} - {p.name} == 0"
-            for p in params
-            if p.kind == "scalar"
-        ),
+        key="".join(parts.get(p.kind, "").format(p.name) for p in params),
+        scalars="".join(finite.format(p.name) for p in params if p.kind == "scalar"),
         check=_check([p for p in params if p.is_tensor], []),
         dynamic=", ".join(p.name for p in params if p.is_dynamic),
     )

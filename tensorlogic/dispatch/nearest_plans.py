@@ -10,8 +10,7 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from ..core import candidate_errors
-from ..core.candidate import EAGER, Candidate, Config
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Config
 from ..core.key import Key
 from ..core.op import Op
 from ..plans.plan import Plan
@@ -19,21 +18,16 @@ from ..plans.store import REACH
 
 LOG = logging.getLogger("tensorlogic")
 ASKED = 8  # plans at most
-# halvings of what a plan counts for each doubling that it is farther
-FADES = 4.0
-# doublings that a plan is farther for a candidate whose kernel goes another way there
-DETOUR = 1.0
+FADES = 4.0  # halvings of what a plan counts for each doubling of distance
+DETOUR = 1.0  # doublings more where the kernel goes another way
 MOST = 3.0  # times the best, beyond which longer times say no more
-# of its time, that a neighbour's tiles may lose for each doubling between the sizes; what is no
-# tile a fifth
+# of its time that a neighbour's tiles may lose for each doubling of sizes; others a fifth
 SLACK = 0.1
-# between configurations for each word that differs, more than numbers and switches do
-ANOTHER_WAY = 16.0
-# numbers that follow from what else a configuration and its key say
-DERIVED = {"PART"}
+ANOTHER_WAY = 16.0  # between configurations for each word that differs
+DERIVED = {"PART"}  # numbers that follow from the others and the key
 Pick = tuple[str, Config]
-# of candidates to list their configurations, in this process
-failures = 0
+Lent = tuple[Pick, Pick, str]  # for eager and captured calls, and where from
+failures = 0  # of candidates to list their configurations, in this process
 
 
 @dataclass
@@ -61,9 +55,7 @@ class _Heard:
         return self.lost / self.counts + math.log1p(slack * self.apart)
 
 
-def lent(
-    op: Op, key: Key, near: Iterable[Plan], here: Mapping[str, str]
-) -> tuple[Pick, Pick, str] | None:
+def lent(op: Op, key: Key, near: Iterable[Plan], here: Mapping[str, str]) -> Lent | None:
     """What eager and captured calls of `key` take by the plans nearest to it, and where that is from: of their winners the one closest
     to the best of each plan, the nearer counting more. None without plans, and where those that PyTorch won are too far away for that
     to say anything.
@@ -137,15 +129,14 @@ def _listed(candidate: Candidate, key: Key) -> list[Config]:
     global failures
     try:
         return list(candidate.configs(key))
-    except candidate_errors.BIND_ERRORS as problem:
+    except BIND_ERRORS as problem:
         LOG.debug("tensorlogic: %s lists nothing for %s: %s", candidate.id, key.text, problem)
         failures += 1
         return []
 
 
 def closest(candidate: Candidate, key: Key, config: Config, same: bool = False) -> Config:
-    """Of the configurations that the key would try itself the closest to one that another key's measurement chose, its best guess
-    where none is like it; `same`: sizes and versions are, so that a library's ranks are, too."""
+    """The key's own configuration closest to one measured on another key, else its best guess; `same`: sizes and versions are."""
     own = _listed(candidate, key)
     if not own or (same and dict(config) in [dict(c) for c in own]):
         return config
@@ -154,8 +145,7 @@ def closest(candidate: Candidate, key: Key, config: Config, same: bool = False) 
 
 
 def _apart(config: Any, other: Any) -> float:
-    """How far two configurations are apart: in log2 of the numbers, 1 for a switch or what one of them leaves out, and more than any
-    of these where words differ."""
+    """How far two configurations are apart: log2 of numbers, 1 for a switch or what one leaves out, ANOTHER_WAY for words."""
     if isinstance(config, dict) and isinstance(other, dict):
         # a rank is an order of the key's own, whose first is its best guess wherever another key's is
         names = {*config, *other} - DERIVED
@@ -181,12 +171,11 @@ def _fuller(config: Any, other: Any) -> float:
     if not (isinstance(config, dict) and isinstance(other, dict)):
         return 0.0
     within = sum(_fuller(config[n], other[n]) for n in config.keys() & other.keys())
-    held = [
-        sum(
-            math.log2(max(n, 1))
-            for name, n in c.items()
-            if name.startswith("BLOCK") and isinstance(n, int)
-        )
-        for c in (config, other)
-    ]
-    return within + abs(held[0] - held[1])
+    mine, theirs = _held(config), _held(other)
+    return within + abs(mine - theirs)
+
+
+def _held(config: Config) -> float:
+    """Elements of a configuration's tile, in log2."""
+    blocks = [n for name, n in config.items() if name.startswith("BLOCK") and isinstance(n, int)]
+    return sum(math.log2(max(n, 1)) for n in blocks)

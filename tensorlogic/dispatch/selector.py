@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..autotune import background_tuning, measure_key
-from ..core import candidate_errors
-from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Config, Launcher, Outputs
 from ..core.dtypes import DTYPES
 from ..core.key import Key
 from ..core.op import DATA_CHOOSERS, OPS, Op
@@ -25,11 +24,11 @@ from ..plans.store import PlanView
 from ..system import capture_state, compile_pool
 from . import candidate_loading, nearest_plans, self_test
 from .decision import AT_HAND, FIXED, PLAIN, Choice, Decision, say_once
+from .nearest_plans import Lent, Pick
 
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
-# a guess must promise this much before it replaces eager unmeasured
-CLEAR_WIN = 0.95
-
+CLEAR_WIN = 0.95  # what a guess must promise to replace eager unmeasured
+Values = Sequence[Any]  # of all parameters, in schema order
 
 open_stores.ON_FORGET.append(FIXED.clear)
 open_stores.ON_TUNE.append(FIXED.clear)
@@ -50,13 +49,11 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if policy.deterministic:
         return _lasting(op, key, device, store)
 
-    def valid(plan: Plan) -> bool:
-        return _current(op, plan)
-
+    valid = functools.partial(_current, op)
     plan = store.get(key, valid)
     if plan is not None:
-        return _planned(plan, "plan")
-
+        captured = plan.captured, plan.captured_config
+        return Decision((plan.eager, plan.eager_config), captured, "plan")
     lent = _lent(op, key, device, store, valid)
     if lent is not None:
         found = Decision(*lent)
@@ -69,7 +66,7 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
 
 def _lent(
     op: Op, key: Key, device: torch.device, store: PlanView, valid: Callable[[Plan], bool]
-) -> tuple[nearest_plans.Pick, nearest_plans.Pick, str] | None:
+) -> Lent | None:
     """What neighbours lend; a model's layers ask for the same again and again, so it is found once until plans or candidates change.
 
     What may be otherwise in a moment is not kept: candidates that failed, and rates that could not be timed meanwhile.
@@ -80,9 +77,9 @@ def _lent(
         memo[id(op)] = candidates
     known: Any = memo.get(key.text, memo)  # other threads may empty it
     if known is not memo:
-        return cast(tuple[nearest_plans.Pick, nearest_plans.Pick, str] | None, known)
+        return cast(Lent | None, known)
 
-    @cache  # most plans of an op have one of few winners
+    @functools.cache  # most plans of an op have one of few winners
     def serves(id: str) -> bool:
         return _serves(op, key, id, store)
 
@@ -103,7 +100,7 @@ def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.devic
         return True
     try:
         return compile_pool.there(candidate.jobs(key, config, device))
-    except candidate_errors.BIND_ERRORS:  # it will fail by name where it is bound
+    except BIND_ERRORS:  # it will fail by name where it is bound
         return True
 
 
@@ -142,14 +139,10 @@ def _fixed(op: Op, key: Key, view: PlanView, source: str) -> Decision:
     if plan is None:
         return PLAIN
     candidate = op.candidates[plan.eager]
-    refused = any(
-        (e.candidate, e.source, e.status) == (candidate.id, candidate.source, "refused")
-        for p in found
-        for e in (p.evidence if p else ())
-    )
-    if refused or not candidate.deterministic:
-        return PLAIN
-    if any(candidate.unfit(unaligned(twin)) for twin in twins):
+    known = {(e.candidate, e.source, e.status) for p in found if p for e in p.evidence}
+    refused = (candidate.id, candidate.source, "refused") in known
+    unfit = any(candidate.unfit(unaligned(twin)) for twin in twins)
+    if refused or unfit or not candidate.deterministic:
         return PLAIN
     pick = (plan.eager, plan.eager_config)
     return Decision(pick, pick, source)
@@ -158,9 +151,7 @@ def _fixed(op: Op, key: Key, view: PlanView, source: str) -> Decision:
 def _measured(op: Op, key: Key, view: PlanView) -> Plan | None:
     """The plan of a key, however its tensors were aligned when it was measured: at 16 bytes, or at the least."""
 
-    def valid(plan: Plan) -> bool:
-        return _current(op, plan)
-
+    valid = functools.partial(_current, op)
     return view.get(_aligned(key, 16), valid) or view.get(unaligned(key), valid)
 
 
@@ -169,23 +160,16 @@ def unaligned(key: Key) -> Key:
     return _aligned(key, 1)
 
 
-def _itemsize(dtype: str) -> int:
-    return DTYPES[dtype].itemsize if dtype in DTYPES else 1
-
-
 def _aligned(key: Key, least: int) -> Key:
-    specs = [
-        spec and replace(spec, align=min(16, max(least, _itemsize(spec.dtype))))
-        for spec in key.tensors
-    ]
+    size = {name: max(least, dtype.itemsize) for name, dtype in DTYPES.items()}
+    specs = [t and replace(t, align=min(16, size.get(t.dtype, least))) for t in key.tensors]
     return replace(key, tensors=tuple(specs))
 
 
 def _guessed(op: Op, key: Key, device: torch.device) -> Decision:
     """The cost models' choice: a trusted candidate that expects to win clearly, else eager."""
-    expected = [
-        (c.guess(key), c) for c in op.known if c.trusted and c.id != EAGER and c.unfit(key) is None
-    ]
+    able = [c for c in op.known if c.trusted and c.id != EAGER and c.unfit(key) is None]
+    expected = [(c.guess(key), c) for c in able]
     for best, candidate in sorted(expected, key=lambda pair: pair[0]):
         if best > CLEAR_WIN:
             break
@@ -198,21 +182,13 @@ def _guessed(op: Op, key: Key, device: torch.device) -> Decision:
 def key_of(op: Op, args: Sequence[Any], policy: Policy, recording: bool = False) -> Key:
     """The key of op-level arguments (`save` included) under a policy."""
     saving = recording or (op.gradient is not None and bool(args[-1]))
-    return op.key(
-        args,
-        "forward" if saving else "backward" if op.internal else "inference",
-        "default" if op.listed or policy.precision is None else policy.precision.mode,
-    )
+    direction = "forward" if saving else "backward" if op.internal else "inference"
+    precision = None if op.listed else policy.precision
+    return op.key(args, direction, "default" if precision is None else precision.mode)
 
 
 def choose(
-    op: Op,
-    key: Key,
-    args: Sequence[Any],
-    policy: Policy,
-    *,
-    compiled: bool = False,
-    whole: bool = True,
+    op: Op, key: Key, args: Values, policy: Policy, *, compiled: bool = False, whole: bool = True
 ) -> Choice:
     """Decide, bind, and under `tune="full"` or an observer measure; failures fall back to eager and are said once.
 
@@ -220,13 +196,13 @@ def choose(
     """
     device = next(a.device for a in args if isinstance(a, Tensor))
     candidate_loading.ready(device.type, op)
-    capturing = capture_state.capturing(device)
+    capturing, forced = capture_state.capturing(device), policy.forced(op.name)
     if policy.observer is not None:
         policy.observer(op, key, device)
     if policy.reproducible:
         key = unaligned(key)
-    elif policy.tune == "full" and policy.forced(op.name) is None:
-        _measure(op, key, device)
+    elif forced is None and policy.tune == "full" and capture_state.measurable(device):
+        measure_key.measured(op, key, device)
     decision = decide(op, key, device, policy)
     if _adaptive(key, policy) and not capturing:
         return _adapting(op, key, device, policy, compiled)
@@ -238,13 +214,8 @@ def choose(
     choice.cacheable = choice.cacheable and not compile_pool.in_a_hurry()
     if device.type == "cuda" and decision.captured != decision.eager:
         choice.captured = _bind(op, key, device, decision.captured, decision.source, whole)
-    if (
-        policy.tune == "auto"
-        and decision.source != "plan"
-        and policy.forced(op.name) is None
-        and not policy.reproducible
-        and policy.observer is None
-    ):
+    watched = policy.tune == "auto" and policy.observer is None and not policy.reproducible
+    if watched and decision.source != "plan" and forced is None:
         watch = background_tuning.watch(op, key, device)
         if watch is not None:
             choice.launch = watch.wrap(choice.launch)
@@ -266,8 +237,7 @@ def choose_recorded(op: Op, key: Key, args: Sequence[Any], policy: Policy) -> Ch
 
 
 def _joint(op: Op, key: Key, args: Sequence[Any], policy: Policy) -> Choice | None:
-    """How a recorded call is served where forward and backward as one are measured to be faster than the two chosen apart: its
-    launcher is the forward part. Never where all calls must take one candidate."""
+    """A recorded call's forward part where forward and backward as one are measured faster; never where one candidate must serve all."""
     found = None if policy.reproducible or policy.observer is not None else op.joined(key)
     if found is None:
         return None
@@ -280,11 +250,6 @@ def _joint(op: Op, key: Key, args: Sequence[Any], policy: Policy) -> Choice | No
     device = next(a.device for a in args if isinstance(a, Tensor))
     launch, settle = choice.candidate.parts(found[1], choice.config, device)
     return replace(choice, launch=launch, captured=None, direct=None, settle=settle)
-
-
-def _measure(op: Op, key: Key, device: torch.device) -> None:
-    if capture_state.measurable(device):
-        measure_key.measured(op, key, device)
 
 
 def _adaptive(key: Key, policy: Policy) -> bool:
@@ -311,32 +276,24 @@ def _forced(op: Op, key: Key, id: str) -> Decision:
     if candidate is None:
         candidate_loading.ready(key.device)  # other ops' candidates, too
         if not any(id in other.candidates for other in OPS.values()):
-            say_once(
-                op,
-                id,
-                f"tensorlogic: {id} was forced, but no op has it here; candidates of {op.name} on {key.device} are "
-                f"{', '.join(op.candidates)}; torch.eager serves it",
+            has = f"candidates of {op.name} on {key.device} are {', '.join(op.candidates)}"
+            said = (
+                f"tensorlogic: {id} was forced, but no op has it here; {has}; torch.eager serves it"
             )
-        return Decision((EAGER, {}), (EAGER, {}), f"forced: {op.name} has no {id}")
+            say_once(op, id, said)
+        return replace(PLAIN, source=f"forced: {op.name} has no {id}")
     reason = candidate.unfit(key)
     config: Config = {}
     if reason is None:
         try:
             config = next(iter(candidate.configs(key)))
-        except candidate_errors.BIND_ERRORS as problem:
+        except BIND_ERRORS as problem:
             reason = f"it lists no configuration: {type(problem).__name__}: {problem}"
     if reason is not None:
-        say_once(
-            op,
-            id,
-            f"tensorlogic: {id} was forced, but cannot run {key.text}: {reason}; torch.eager serves it",
-        )
-        return Decision((EAGER, {}), (EAGER, {}), f"forced, but {reason}")
+        said = f"tensorlogic: {id} was forced, but cannot run {key.text}: {reason}; torch.eager serves it"
+        say_once(op, id, said)
+        return replace(PLAIN, source=f"forced, but {reason}")
     return Decision((id, config), (id, config), "forced")
-
-
-def _planned(plan: Plan, source: str) -> Decision:
-    return Decision((plan.eager, plan.eager_config), (plan.captured, plan.captured_config), source)
 
 
 def _current(op: Op, plan: Plan) -> bool:
@@ -347,20 +304,12 @@ def _current(op: Op, plan: Plan) -> bool:
 def _serves(op: Op, key: Key, id: str, store: PlanView) -> bool:
     """A neighbour's winner may serve this key: trusted here, able, and never refused on it."""
     candidate = op.candidates[id]
-    return id == EAGER or (
-        candidate.trusted
-        and not candidate.unfit(key)
-        and store.refused(key, id, candidate.source) is None
-    )
+    able = candidate.trusted and not candidate.unfit(key)
+    return id == EAGER or (able and store.refused(key, id, candidate.source) is None)
 
 
 def _bind(
-    op: Op,
-    key: Key,
-    device: torch.device,
-    pick: tuple[str, Config],
-    source: str,
-    whole: bool = True,
+    op: Op, key: Key, device: torch.device, pick: Pick, source: str, whole: bool = True
 ) -> Choice:
     id, planned = pick
     candidate = op.candidates[id]
@@ -368,7 +317,9 @@ def _bind(
         try:
             launch = candidate.bind(key, config, device)
             if candidate.vouched and source not in CHECKED:
-                _must_be_vouched(op, key, device, candidate, config)
+                reason = self_test.refusal(op, key, candidate, config, device)
+                if reason is not None:  # nobody has measured it here: wrong on small tensors
+                    raise Refused(reason)
             if not candidate.trusted:
                 if source != "plan":  # measured here on this very key
                     _must_be_right(op, key, device, candidate, launch)
@@ -377,14 +328,13 @@ def _bind(
         except self_test.Later:
             launch = op.candidates[EAGER].bind(key, {}, device)
             return Choice(op.candidates[EAGER], {}, launch, source, cacheable=False)
-        except candidate_errors.BIND_ERRORS as problem:
+        except BIND_ERRORS as problem:
             if isinstance(problem, Refused) and source == "forced":
                 raise
             failure = f"{type(problem).__name__}: {problem}"
     if id != EAGER:
-        say_once(
-            op, id, f"tensorlogic: {id} failed on {key.text} ({failure}); torch.eager serves it"
-        )
+        said = f"tensorlogic: {id} failed on {key.text} ({failure}); torch.eager serves it"
+        say_once(op, id, said)
     eager = op.candidates[EAGER]
     launch = eager.bind(key, {}, device) if whole else op.plain(key, device)
     return Choice(eager, {}, launch, source, direct=op.direct(key))
@@ -399,15 +349,6 @@ def _tries(candidate: Candidate, key: Key, config: Config, source: str) -> Itera
 
 class Refused(RuntimeError):
     """A candidate gave a wrong result where it is checked before it serves."""
-
-
-def _must_be_vouched(
-    op: Op, key: Key, device: torch.device, candidate: Candidate, config: Config
-) -> None:
-    """A native kernel that nobody has measured on this key was right on small tensors of its kind, on this machine."""
-    reason = self_test.refusal(op, key, candidate, config, device)
-    if reason is not None:
-        raise Refused(reason)
 
 
 def _must_be_right(

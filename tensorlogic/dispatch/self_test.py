@@ -9,8 +9,7 @@ from math import prod
 
 import torch
 
-from ..core import candidate_errors
-from ..core.candidate import Candidate, Config
+from ..core.candidate import BIND_ERRORS, Candidate, Config
 from ..core.key import Key, TensorSpec
 from ..core.op import Op
 from ..measure import isolation, verification
@@ -20,8 +19,7 @@ from ..system import capture_state
 
 # Sizes up to the first number are represented by the second: few rows, one block, several; all with ragged ends.
 SIZES = ((6, 5), (13, 11), (48, 29), (160, 83), (1 << 62, 173))
-# sizes that it divides are represented by ones that it divides
-VECTOR = 16
+VECTOR = 16  # sizes that it divides are represented by such
 LINE = 30_011  # elements of one-dimensional tensors
 FLOPS, TRAFFIC = 1.2e7, 1 << 20  # of a check, at most
 DRAWS = 2  # wrong once may be eager's luck with the numbers
@@ -73,12 +71,12 @@ def _check(
             with isolation.preserved(device, op), torch.no_grad():
                 launch = candidate.bind(kind, config, device)
                 checker = verification.Checker(op, kind, device, draw)
-                coarse = candidate.coarse(kind)
-                verdict = checker.check(launch, coarse=coarse)
-                if verdict and any(t is not None and t.constant for t in kind.tensors):
-                    # by what was derived from the constants
-                    verdict = checker.check(launch, coarse=coarse)
-        except candidate_errors.BIND_ERRORS as problem:
+                constant = any(t and t.constant for t in kind.tensors)
+                for _ in range(1 + constant):  # then with what was derived from it
+                    verdict = checker.check(launch, coarse=candidate.coarse(kind))
+                    if not verdict:
+                        break
+        except BIND_ERRORS as problem:
             reason = f"failed: {type(problem).__name__}: {problem}"
             continue
         if verdict:

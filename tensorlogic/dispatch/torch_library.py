@@ -24,15 +24,8 @@ from . import autograd, bound_call
 LIBRARY = torch.library.Library("tensorlogic", "FRAGMENT")
 
 _AUTOGRAD = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther)
-_TYPES = {
-    str: "str",
-    bool: "bool",
-    int: "int",
-    float: "float",
-    str | None: "str?",
-    int | None: "int?",
-    float | None: "float?",
-}
+_TYPES: dict[Any, str] = {t: t.__name__ for t in (str, bool, int, float)}
+_TYPES |= {t | None: f"{t.__name__}?" for t in (str, int, float)}
 
 
 def schema(op: Op) -> str:
@@ -103,12 +96,11 @@ def _flags(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def eager_outputs(op: Op, args: Sequence[Any]) -> Outputs:
     """What the plain composition gives: shapes, strides and dtypes of all outputs for fake tensors."""
-    flags = SimpleNamespace(
-        flags=[(p.name, a) for p, a in zip(op.params, args, strict=True) if not p.is_dynamic]
-    )
+    pairs = [*zip(op.params, args, strict=True)]
+    flags = SimpleNamespace(flags=[(p.name, a) for p, a in pairs if not p.is_dynamic])
     device = next(a.device for a in args if isinstance(a, Tensor))
     launch = op.candidates[EAGER].bind(flags, {}, device)  # type: ignore[arg-type]
-    outs = launch(*[a for p, a in zip(op.params, args, strict=True) if p.is_dynamic])
+    outs = launch(*[a for p, a in pairs if p.is_dynamic])
     assert outs is not None
     return outs
 
@@ -137,11 +129,8 @@ def traced(op: Op, args: Sequence[Any]) -> Any:
     if op.functional is not None:
         args = op.functional(given)
     if op.gradient is not None:
-        args = (
-            *args,
-            torch.is_grad_enabled()
-            and any(isinstance(a, Tensor) and a.requires_grad for a in args),
-        )
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        args = (*args, torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     outs = traced_all(op, args)
     if op.update is not None:
         op.update(given, outs)
@@ -162,13 +151,8 @@ def traced_all(op: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
 def _setup(op: Op, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     assert op.gradient is not None
     dynamic = tuple(a for p, a in zip(op.params, inputs, strict=True) if p.is_dynamic)
-    flags = SimpleNamespace(
-        **{
-            p.name: a
-            for p, a in zip(op.params, _flags(op, inputs), strict=True)
-            if not p.is_dynamic
-        }
-    )
+    pairs = zip(op.params, _flags(op, inputs), strict=True)
+    flags = SimpleNamespace(**{p.name: a for p, a in pairs if not p.is_dynamic})
     outs = (output,) if op.outputs == 1 else tuple(output)
     # called directly and yet recorded: run again what backward needs
     if not flags.save:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -14,17 +15,14 @@ import torch
 from ..core.candidate import Probe
 from . import timer
 
-# of the least time known: undisturbed readings lie within 6 % (tiles of AMX, 256 x 256)
-DRIFT = 1.25
+DRIFT = 1.25  # of the least time: undisturbed ones lie within 6 % (AMX)
 READS, FIRST_READS = 3, 9
 PAUSE_S = 0.02  # between two looks at a slow clock
 CLEARLY = 0.95  # of the noted time: what is less is noted
-# after which a noted time that this process has never met is another machine's
-STRANGE_S = 60.0
+STRANGE_S = 60.0  # after it, a noted time never met is another machine's
 STUDY_S = 2.0  # what one study waits and spends on looking again
 POSTPONED = 16  # steps that one in the background puts off
-# what one process waits in all: this, and of the time since it first did
-FIRST_S, SHARE = 2.0, 0.1
+FIRST_S, SHARE = 2.0, 0.1  # a process waits this, and of its time since
 
 
 class Notes(Protocol):
@@ -83,9 +81,8 @@ class Clock:
         strange = own > DRIFT * noted and time.perf_counter() - begun > STRANGE_S
         least = self.least[threads] = own if strange else min(own, noted)
         if self.notes and (strange or least < CLEARLY * noted):
-            self.notes.append(
-                self.notes.look(torch.device("cpu")), f"{threads} {least:.3f} {time.time_ns()}"
-            )
+            path = self.notes.look(torch.device("cpu"))
+            self.notes.append(path, f"{threads} {least:.3f} {time.time_ns()}")
         return least
 
     def _noted(self, threads: int) -> float | None:
@@ -97,11 +94,8 @@ class Clock:
         for line in self.notes.known:
             match line.split():
                 case [count, least, _] if count == str(threads):
-                    try:
-                        value = float(least)
-                    except ValueError:  # half a line, say
-                        continue
-                    found = value if 0 < value < math.inf else found
+                    with contextlib.suppress(ValueError):  # half a line, say
+                        found = value if 0 < (value := float(least)) < math.inf else found
         return found
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEVELS = ("high", "medium", "low")
-
-
 HIGH, MEDIUM = 0.1, 0.02  # of all the time that the list could save
 
 
@@ -20,24 +18,16 @@ class Opportunity:
     gain: float  # times faster those rows would be
     cause: str
     remedy: str
-    # "low": a flag or a call; "medium": a change of the program; "high": a kernel to write
-    effort: str
+    effort: str  # low: a flag; medium: a change of the program; high: a kernel
     rows: tuple[str, ...]
     priority: str = "low"
 
     @property
     def cells(self) -> tuple[str, ...]:
         """For a table."""
-        return (
-            self.priority,
-            self.what,
-            self.sizes,
-            time_text(self.above_us),
-            f"{self.gain:.2g}x",
-            self.cause,
-            self.remedy,
-            self.effort,
-        )
+        figures = time_text(self.above_us), f"{self.gain:.2g}x"
+        words = self.cause, self.remedy, self.effort
+        return self.priority, self.what, self.sizes, *figures, *words
 
 
 def level(share: float) -> str:

@@ -16,11 +16,10 @@ import torch
 from ..system import capture_state
 
 Call = Callable[[], object]
-# bytes a second: how fast NVIDIA's driver clears memory given back to it (H200)
-CLEARED = 4.4e11
+Calls = Mapping[str, Sequence[Call]]  # one for each set of inputs
+CLEARED = 4.4e11  # bytes a second that NVIDIA's driver clears (H200)
 BATCHES = 4  # of samples where a choice is close
-# a call on a CPU of which one tells how often it can be repeated
-LONG_US = 1e3
+LONG_US = 1e3  # a call on a CPU of which one is enough to look at
 FOREIGN = 256  # rows of the product between calls
 LEAST_US = 0.05  # that a call takes
 _BETWEEN = "what runs between calls"
@@ -31,12 +30,8 @@ PLACES = 1 << 26  # bytes of input sets on a CPU
 TOLERANCE = {"cuda": 0.02, "mps": 0.08, "cpu": 0.08}
 # challengers this close to the fastest are equals: runs of one machine differ by as much
 KINSHIP = {"cuda": 0.02, "mps": 0.1, "cpu": 0.1}
-
-# to a bound, so that one look does not decide: PyTorch's own calls vary by this much with where
-# malloc put things
+# to a bound: PyTorch's own calls vary by this much with where malloc put things
 NEAR = {"cuda": 0.01, "mps": 0.16, "cpu": 0.16}
-
-
 ASKED = frozenset((12, 24, 48, 96))  # rounds after which samples may tell enough
 
 
@@ -65,10 +60,11 @@ class Samples:
 
     def ratio(self, name: str, other: str) -> tuple[float, float, float]:
         """Median of the per-round ratios name/other, with its 95 % interval by order statistics."""
-        ratios = sorted(
-            a / max(b, 1e-9) for a, b in zip(self.values[name], self.values[other], strict=True)
-        )
-        return interval(ratios)
+        pairs = zip(self.values[name], self.values[other], strict=True)
+        return interval(sorted(a / max(b, 1e-9) for a, b in pairs))
+
+
+Told = Callable[[Samples], bool] | None
 
 
 def interval(ordered: Sequence[float]) -> tuple[float, float, float]:
@@ -91,8 +87,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Return PyTorch's unused GPU memory to the driver, and wait until that is cleared: it takes a tenth of the bandwidth
-    for 2.3 ms a GB, and whatever is timed meanwhile is a tenth too slow."""
+    """Return PyTorch's unused GPU memory, and wait while the driver clears it: 2.3 ms a GB, in which timings are a tenth too slow."""
     if device.type != "cuda":
         return
     before = torch.cuda.memory_reserved(device)
@@ -120,7 +115,7 @@ def once(call: Call, device: torch.device) -> float:
 
 
 def device_samples(
-    calls: Mapping[str, Sequence[Call]],
+    calls: Calls,
     device: torch.device,
     budget_s: float,
     rounds: int = 15,
@@ -137,10 +132,8 @@ def device_samples(
         samples = device_samples({**apart, _BETWEEN: [between]}, device, budget_s, rounds)
         own = samples.quiet(_BETWEEN)
         return Samples({n: [max(us - own, LEAST_US) for us in samples.values[n]] for n in calls})
-    loops = {
-        name: _loop(list(steps), device, budget_s / max(len(calls), 1) / rounds)
-        for name, steps in calls.items()
-    }
+    share_s = budget_s / max(len(calls), 1) / rounds
+    loops = {name: _loop(list(steps), device, share_s) for name, steps in calls.items()}
     try:
         return _interleave({name: loop.sample for name, loop in loops.items()}, rounds, budget_s)
     finally:
@@ -175,21 +168,14 @@ def foreign(device: torch.device) -> Call | None:
 
 
 def knockout(
-    calls: Mapping[str, Sequence[Call]],
-    device: torch.device,
-    share_s: float,
-    rounds: int,
-    close: float,
-    stays: str,
+    calls: Calls, device: torch.device, share_s: float, rounds: int, close: float, stays: str
 ) -> dict[str, Samples]:
     """Device times as above, each beside those of `stays`: after one round, implementations leave whose best was half as
     much again as the fastest one's time, after `rounds` those beyond `close` times the fastest, and those of which every
     sample was slower than each of its own. The others run as many rounds more, unless only one is left beside `stays` and
     every sample of it was a tenth faster.
     """
-    loops = {
-        name: _loop(list(steps), device, share_s / 3 / rounds) for name, steps in calls.items()
-    }
+    loops = {n: _loop(list(steps), device, share_s / 3 / rounds) for n, steps in calls.items()}
     found: dict[str, Samples] = {}
 
     def timed(names: Sequence[str], share: float, heats: int) -> Samples:
@@ -223,15 +209,12 @@ def _near(times: Mapping[str, float], close: float, stays: str) -> list[str]:
     return [name for name, t in times.items() if name == stays or t <= bound]
 
 
-def host_samples(
-    calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float, rounds: int = 7
-) -> Samples:
+def host_samples(calls: Calls, device: torch.device, budget_s: float, rounds: int = 7) -> Samples:
     """Host time per call in microseconds: calls queued without waiting, so that only the caller's own time counts."""
 
     def sampler(steps: list[Call]) -> Callable[[], float]:
-        count = _repeats(
-            once(steps[0], device), budget_s / max(len(calls), 1) / rounds, least=8, most=200
-        )
+        share_s = budget_s / max(len(calls), 1) / rounds
+        count = _repeats(once(steps[0], device), share_s, least=8, most=200)
 
         def sample() -> float:
             synchronize(device)
@@ -244,14 +227,8 @@ def host_samples(
 
         return sample
 
-    return _interleave(
-        {name: sampler(list(steps)) for name, steps in calls.items()}, rounds, budget_s
-    )
-
-
-def _second(call: Call, device: torch.device) -> float:
-    once(call, device)
-    return once(call, device)
+    samplers = {name: sampler(list(steps)) for name, steps in calls.items()}
+    return _interleave(samplers, rounds, budget_s)
 
 
 def wall_samples(
@@ -260,26 +237,29 @@ def wall_samples(
     budget_s: float,
     rounds: int = 200,
     again: bool = False,
-    told: Callable[[Samples], bool] | None = None,
+    told: Told = None,
 ) -> Samples:
     """Wall time of one synchronised call in microseconds, each round in another order: what one who waits for the result sees.
 
     `again`: of the second of two, so that what another call has left behind, threads that still spin say, does not count.
     `told`: whether samples tell what they are wanted for; asked now and then, and where they do no more are taken.
     """
-    sample = _second if again else once
-    samplers = {name: functools.partial(sample, call, device) for name, call in calls.items()}
-    for sample in samplers.values():
-        sample()
+
+    def sample(call: Call) -> float:
+        return once(call, device) if not again else [once(call, device) for _ in range(2)][1]
+
+    samplers = {name: functools.partial(sample, call) for name, call in calls.items()}
+    for first in samplers.values():
+        first()
     return _interleave(samplers, rounds, budget_s / 2, told)
 
 
-Sampler = Callable[[Mapping[str, Sequence[Call]], torch.device, float, int], Samples]
+Sampler = Callable[[Calls, torch.device, float, int], Samples]
 
 
 def settled(
     sampler: Sampler,
-    calls: Mapping[str, Sequence[Call]],
+    calls: Calls,
     device: torch.device,
     budget_s: float,
     bounds: Mapping[str, float],
@@ -314,10 +294,7 @@ def settled(
 
 
 def _interleave(
-    samplers: Mapping[str, Callable[[], float]],
-    rounds: int,
-    budget_s: float,
-    told: Callable[[Samples], bool] | None = None,
+    samplers: Mapping[str, Callable[[], float]], rounds: int, budget_s: float, told: Told = None
 ) -> Samples:
     order, samples = random.Random(0), Samples({name: [] for name in samplers})
     begin = time.perf_counter()
@@ -396,10 +373,7 @@ class _Graph:
         with capture_state.turn(TURN_S), capture_state.uncached(), recording:
             for i in range(self.count):
                 steps[i % len(steps)]()
-        self.start, self.end = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.graph.replay()
         torch.cuda.synchronize(device)
 
@@ -419,11 +393,9 @@ class _Graph:
 def _loop(steps: list[Call], device: torch.device, share_s: float) -> _Loop | _Graph:
     if device.type == "cuda":
         try:
-            with warnings.catch_warnings():
-                # what a failed capture leaves is said to be empty
-                warnings.simplefilter("ignore", UserWarning)
+            # of a failed capture it is said that it is empty
+            with warnings.catch_warnings(action="ignore", category=UserWarning):
                 return _Graph(steps, device, share_s)
-        # not capturable: a synchronising or allocating implementation is timed as it runs
-        except RuntimeError:
+        except RuntimeError:  # it synchronises or allocates: timed as it runs
             torch.cuda.synchronize(device)
     return (_Events if device.type == "mps" else _Loop)(steps, device, share_s)

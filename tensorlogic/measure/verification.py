@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +18,10 @@ from . import timer
 
 # above it, float64 on everything costs more than the timing
 WHOLE_FLOPS = {"cuda": 4e12, "cpu": 4e10, "mps": 4e10}
-
 # sums that cancel: float32 in another order may be this much further off than eager
 STRESS_SLACK = 8.0
-
-# with a launcher that seems too slow, all its calls together
-PATIENCE_US = 20_000.0
+Luck = Callable[[Tensor], float] | None  # of eager's errors: how far chance may go
+PATIENCE_US = 20_000.0  # with a launcher that seems too slow, all its calls together
 
 
 class InputSet:
@@ -31,19 +30,12 @@ class InputSet:
     def __init__(
         self, op: Op, key: Key, device: torch.device, seed: int, kind: str = "normal"
     ) -> None:
-        generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(
-            seed
-        )
-        scalars = dict(op.scalars(key))
-        values: dict[str, Any] = {}
-        for p in op.dynamic:
-            if p.is_tensor:
-                spec = key.spec(p.name)
-                values[p.name] = (
-                    None if spec is None else _sample(op, key, p.name, spec, device, generator)
-                )
-            else:
-                values[p.name] = scalars[p.name]
+        drawn_on = device if device.type == "cuda" else torch.device("cpu")
+        generator = torch.Generator(device=drawn_on).manual_seed(seed)
+        values: dict[str, Any] = dict.fromkeys(p.name for p in op.dynamic) | dict(op.scalars(key))
+        for p in op.tensors:
+            if (spec := key.spec(p.name)) is not None:
+                values[p.name] = _sample(op, key, p.name, spec, device, generator)
         if kind == "landmarks" and op.landmarks is not None:
             op.landmarks(key, values)
         if op.prepare is not None:
@@ -99,13 +91,14 @@ def normal(
     count: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensor:
     """Normal values; small whole numbers for integers, three quarters True for booleans. Drawn where the generator is."""
+    how: dict[str, Any] = {"device": generator.device, "generator": generator}
     if dtype.is_floating_point or dtype.is_complex:
         wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
-        drawn = torch.randn(count, dtype=wide, device=generator.device, generator=generator)
+        drawn = torch.randn(count, dtype=wide, **how)
     elif dtype == torch.bool:
-        drawn = torch.rand(count, device=generator.device, generator=generator) > 0.25
+        drawn = torch.rand(count, **how) > 0.25
     else:
-        drawn = torch.randint(-4, 5, (count,), device=generator.device, generator=generator)
+        drawn = torch.randint(-4, 5, (count,), **how)
     return drawn.to(dtype).to(device)
 
 
@@ -131,15 +124,13 @@ class Checker:
         if op.landmarks is not None and key.device == "cpu":
             kinds.append("landmarks")
         self.probes = [*self.sets, *(InputSet(op, key, device, seed + 2, kind) for kind in kinds)]
-        self.originals = [
-            {n: _bytes(t).clone() for n, t in s.tensors(op).items()} for s in self.probes
-        ]
+        tensors = [s.tensors(op) for s in self.probes]
+        self.originals = [{n: _bytes(t).clone() for n, t in s.items()} for s in tensors]
         self.expected = [self._expect(s) for s in self.probes]
         self.call_us = 0.0  # of the last call
         self.coarse = 0.0  # error that the launcher in hand is allowed
-        self.luck: Callable[[Tensor], float] | None = None  # beyond that, by chance
-        # of the last checked launcher's calls, where it was cut for them
-        self.cut_us = 0.0
+        self.luck: Luck = None  # beyond that, by chance
+        self.cut_us = 0.0  # of the last checked launcher's calls, where it was cut
 
     def cold(self) -> list[InputSet]:
         """Sets to time with: the two that were checked, and as many copies as it takes to outgrow a GPU's cache."""
@@ -156,11 +147,8 @@ class Checker:
             plain = self.op.baseline(*self.op.full(self.key, given))
         else:
             plain = self.op.candidates[EAGER].bind(self.key, {}, self.device)(*given)
-        precise = (
-            self.key.precision != "default"
-            or self.op.flops(self.key) <= WHOLE_FLOPS[self.key.device]
-        )
-        widen = tolerance.wide if precise else _single
+        small = self.op.flops(self.key) <= WHOLE_FLOPS[self.key.device]
+        widen = tolerance.wide if small or self.key.precision != "default" else _single
         wide = [widen(a) if isinstance(a, Tensor) else a for a in s.fresh(self.op)]
         outs = self.op.reference(*self.op.full(self.key, wide))
         ref = outs if isinstance(outs, tuple) else (outs,)
@@ -171,11 +159,7 @@ class Checker:
         return [a for p, a in pairs if p.name in self.op.mutates and a is not None]
 
     def check(
-        self,
-        launch: Launcher,
-        limit_us: float = float("inf"),
-        coarse: float = 0.0,
-        luck: Callable[[Tensor], float] | None = None,
+        self, launch: Launcher, limit_us: float = math.inf, coarse: float = 0.0, luck: Luck = None
     ) -> tolerance.Verdict:
         """Run on every probe with poisoned memory; judge what came out (`numerics.judge`), and that nothing else was touched.
 
@@ -296,15 +280,12 @@ def _single(t: Tensor) -> Tensor:
 
 
 def _same(outs: Outputs, copies: Outputs) -> bool:
-    return all(
-        o is None or c is None or torch.equal(o.nan_to_num(), c.nan_to_num())
-        for o, c in zip(outs, copies, strict=True)
-    )
+    pairs = [(o, c) for o, c in zip(outs, copies, strict=True) if o is not None and c is not None]
+    return all(torch.equal(o.nan_to_num(), c.nan_to_num()) for o, c in pairs)
 
 
 def _poison(plain: Outputs) -> None:
     """Leave NaN in the memory that outputs of these sizes will be given, so that an element nobody writes shows."""
-    junk = [
-        torch.full_like(p, float("nan")) for p in plain if p is not None and p.is_floating_point()
-    ]
+    floating = [p for p in plain if p is not None and p.is_floating_point()]
+    junk = [torch.full_like(p, math.nan) for p in floating]
     del junk

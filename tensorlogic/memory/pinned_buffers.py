@@ -24,11 +24,9 @@ LEAST = 1 << 20  # bytes below which PyTorch's own copy is as fast
 # bytes of pinned memory down and up, where a ring stays in caches
 RINGS = (48 << 20, 16 << 20)
 EVENTS = 32  # chunks in flight, at most
-# bytes that a thread copies at a time: all of them are at one chunk
-UNIT = 1 << 15
+UNIT = 1 << 15  # bytes that a thread copies at a time
 CHUNKS = (1 << 17, 4 << 20)  # bytes of the least chunk and the largest
-# microseconds without anything to call, after which the caller copies, too
-PATIENCE = 100
+PATIENCE = 100  # idle microseconds after which the caller copies, too
 # bytes of transfers after so many of which their rules are timed
 LARGE, MET = 8 << 20, 4
 # without the native library: by PyTorch's threads, a piece at a time
@@ -46,7 +44,6 @@ class TransferStats:
 
 
 STATS = TransferStats()
-
 
 _CALLS = ("cudaSetDevice", "cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery")
 

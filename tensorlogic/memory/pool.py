@@ -6,7 +6,7 @@ it raises and, in PyTorch as on NumPy's memory, leaves the tensor with a shape i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,38 +45,23 @@ class PoolStats:
     derived_bytes: int = 0
 
 
-def _stats(
-    device: str,
-    allocations: int,
-    reuses: int,
-    in_use: int,
-    requested: int,
-    held: int,
-    high: int,
-    classes: dict[int | str, SizeClass],
-) -> PoolStats:
-    return PoolStats(
-        allocation_count=allocations,
-        reuse_count=reuses,
-        reuse_rate=reuses / allocations if allocations else 0.0,
-        bytes_in_use=in_use,
-        bytes_held=held,
-        high_water_bytes=high,
-        fragmentation=1.0 - requested / in_use if in_use else 0.0,
-        size_classes=classes,
-        derived_bytes=weight_cache.CACHE.nbytes_on(device),
-    )
+Classes = dict[int | str, SizeClass]
+
+
+def _stats(device: str, figures: Sequence[int], classes: Classes) -> PoolStats:
+    allocations, reuses, in_use, requested, held, high = figures
+    reused = reuses / allocations if allocations else 0.0
+    unasked = 1.0 - requested / in_use if in_use else 0.0
+    derived = weight_cache.CACHE.nbytes_on(device)
+    return PoolStats(allocations, reuses, reused, in_use, held, high, unasked, classes, derived)
 
 
 def _cpu_stats() -> PoolStats:
     if cpu_library.available() is not None:
-        return _stats("cpu", 0, 0, 0, 0, 0, 0, {})
-    allocations, reuses, in_use, requested, held, high, *_ = cpu_library.op("pool_stats")()
-    rows = cpu_library.op("pool_classes")()
-    classes: dict[int | str, SizeClass] = {
-        rows[i]: SizeClass(*rows[i + 1 : i + 5]) for i in range(0, len(rows), 5)
-    }
-    return _stats("cpu", allocations, reuses, in_use, requested, held, high, classes)
+        return _stats("cpu", (0, 0, 0, 0, 0, 0), {})
+    figures, rows = cpu_library.op("pool_stats")()[:6], cpu_library.op("pool_classes")()
+    classes = {rows[i]: SizeClass(*rows[i + 1 : i + 5]) for i in range(0, len(rows), 5)}
+    return _stats("cpu", figures, classes)
 
 
 def _cuda_stats(device: torch.device) -> PoolStats:
@@ -87,26 +72,17 @@ def _cuda_stats(device: torch.device) -> PoolStats:
         return int(figures.get(f"{name}.{pool}.{what}", 0))
 
     def size_class(pool: str) -> SizeClass:
-        asked = of("allocation", pool, "allocated")
-        return SizeClass(
-            of("allocation", pool),
-            of("inactive_split", pool),
-            asked,
-            max(asked - of("segment", pool, "allocated"), 0),
-        )
+        return SizeClass(of("allocation", pool), of("inactive_split", pool), *counts(pool))
 
-    asked = of("allocation", what="allocated")
-    in_use = of("allocated_bytes")
-    return _stats(
-        "cuda",
-        asked,
-        max(asked - of("segment", what="allocated"), 0),
-        in_use,
-        of("requested_bytes") or in_use,
-        of("reserved_bytes") - in_use,
-        of("reserved_bytes", what="peak"),
-        {pool: size_class(pool) for pool in ("small_pool", "large_pool")},
-    )
+    def counts(pool: str) -> tuple[int, int]:
+        asked = of("allocation", pool, "allocated")
+        return asked, max(asked - of("segment", pool, "allocated"), 0)
+
+    in_use, peak = of("allocated_bytes"), of("reserved_bytes", what="peak")
+    held = of("reserved_bytes") - in_use
+    memory = in_use, of("requested_bytes") or in_use, held, peak
+    classes: Classes = {pool: size_class(pool) for pool in ("small_pool", "large_pool")}
+    return _stats("cuda", (*counts("all"), *memory), classes)
 
 
 # bytes that PyTorch held for the Apple GPU when it was asked; it keeps no peak itself
@@ -117,7 +93,7 @@ def _mps_stats() -> PoolStats:
     """PyTorch's allocator for Apple GPUs, which tells bytes and counts nothing; the peak is that of the looks at it."""
     in_use, held = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
     _MOST_SEEN[0] = max(_MOST_SEEN[0], held)
-    return _stats("mps", 0, 0, in_use, in_use, held - in_use, _MOST_SEEN[0], {})
+    return _stats("mps", (0, 0, in_use, in_use, held - in_use, _MOST_SEEN[0]), {})
 
 
 def stats(device: torch.device | str = "cpu") -> PoolStats:
@@ -155,19 +131,14 @@ def configure(
 
     >>> configure(max_buffers_per_size=32)
     """
-    for name, value in (
-        ("max_bytes", max_bytes),
-        ("max_buffers_per_size", max_buffers_per_size),
-        ("max_derived_bytes", max_derived_bytes),
-    ):
-        _check("configure", name, value)
+    _check("configure", "max_bytes", max_bytes)
+    _check("configure", "max_buffers_per_size", max_buffers_per_size)
+    _check("configure", "max_derived_bytes", max_derived_bytes)
     if max_derived_bytes is not None:
         weight_cache.CACHE.configure(max_derived_bytes)
     if cpu_library.available() is None:
-        cpu_library.op("pool_configure")(
-            -1 if max_bytes is None else max_bytes,
-            -1 if max_buffers_per_size is None else max_buffers_per_size,
-        )
+        given = [-1 if n is None else n for n in (max_bytes, max_buffers_per_size)]
+        cpu_library.op("pool_configure")(*given)
 
 
 def _check(function: str, name: str, value: object) -> None:

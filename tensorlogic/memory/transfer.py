@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -13,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ..core import argument_checks
+from ..system import process
 from .pinned_buffers import LEAST, STATS, stager
 
 # by what callers name a device: one call of C
 _QUICK: dict[str | torch.device, Callable[[Any], Tensor | None]] = {}
-# PyTorch says what a child cannot do; the short way would not
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_QUICK.clear)
+process.in_children(_QUICK.clear)  # PyTorch says what a child cannot do; the short way would not
 
 
 @lru_cache
@@ -71,6 +69,8 @@ class OffersArray(Protocol):
 
 
 TensorLike: TypeAlias = Tensor | OffersDLPack | OffersArray
+Place: TypeAlias = torch.device | str
+Dtype: TypeAlias = torch.dtype | None
 
 
 def as_tensor(value: Any, name: str = "tensor") -> Tensor:
@@ -103,27 +103,15 @@ def shared(t: Tensor) -> bool:
 
 @overload
 def to(
-    tensor: TensorLike,
-    device: torch.device | str,
-    dtype: torch.dtype | None = None,
-    *,
-    asynchronous: Literal[False] = False,
+    tensor: TensorLike, device: Place, dtype: Dtype = None, *, asynchronous: Literal[False] = False
 ) -> Tensor: ...
 @overload
 def to(
-    tensor: TensorLike,
-    device: torch.device | str,
-    dtype: torch.dtype | None = None,
-    *,
-    asynchronous: Literal[True],
+    tensor: TensorLike, device: Place, dtype: Dtype = None, *, asynchronous: Literal[True]
 ) -> Transfer: ...
 @overload
 def to(
-    tensor: TensorLike,
-    device: torch.device | str,
-    dtype: torch.dtype | None = None,
-    *,
-    asynchronous: bool,
+    tensor: TensorLike, device: Place, dtype: Dtype = None, *, asynchronous: bool
 ) -> Tensor | Transfer: ...
 def to(
     tensor: TensorLike,
@@ -182,9 +170,8 @@ def to(
         return found
     if isinstance(found, Transfer):
         return found
-    return Transfer(
-        found, torch.cuda.current_stream(found.device).record_event() if found.is_cuda else None
-    )
+    stream = torch.cuda.current_stream(found.device) if found.is_cuda else None
+    return Transfer(found, None if stream is None else stream.record_event())
 
 
 def present(device: torch.device | str, fn: str) -> torch.device:
@@ -222,9 +209,8 @@ def _staged(
         nbytes = source.numel() * source.element_size()
     if not (source.is_contiguous() or _dense(source)):
         source = source.contiguous()
-    index = place.index if up else source.device.index
-    here = torch._C._cuda_getDevice()
-    index = here if index is None else index
+    asked, here = place.index if up else source.device.index, torch._C._cuda_getDevice()
+    index = here if asked is None else asked
     STATS.transfers += 1
     STATS.bytes_moved += nbytes
     if index == here and not asynchronous:
@@ -238,12 +224,10 @@ def _staged(
     return moved if moved.dtype == dtype else moved.to(dtype)
 
 
-def _moved(
-    source: Tensor, place: torch.device, index: int, up: bool, asynchronous: bool = False
-) -> Any:
+def _moved(source: Tensor, place: torch.device, index: int, up: bool, later: bool = False) -> Any:
     """On the device of that index, which is the current one."""
     mover, target = stager(index, up), _fresh(source, place)
-    if not asynchronous:
+    if not later:
         mover.here(source, target, up)
         return target
     ready = torch.cuda.Event()

@@ -17,14 +17,11 @@ from ..system import settings
 
 LOG = logging.getLogger("tensorlogic")
 MIB = 1 << 20
-# bytes up to which transfers go by the first and the second rule
-BETWEEN = (32 * MIB, 96 * MIB)
+BETWEEN = (32 * MIB, 96 * MIB)  # most bytes for the first rule and the second
 TIMED = (16 * MIB, 64 * MIB, 128 * MIB)  # bytes that stand for either, and for what is larger
-# bytes of memory that timed transfers walk through, for callers' memory is seldom in caches
-WALKED = 192 * MIB
+WALKED = 192 * MIB  # bytes that timed transfers walk through: no cache has them
 ROUNDS = 7  # at most
-# of the usual rule's time beside it, which another must stay below, so that choices repeat
-BETTER = 0.95
+BETTER = 0.95  # of the usual rule's time, below which another must stay
 LIMIT_S = 0.155  # for the direction with more rules
 
 _NOTES = Notes(".transfers")
@@ -63,8 +60,7 @@ def size_class(nbytes: int) -> int:
 
 def usual(up: bool) -> Rules:
     """What an H200's host with 16 processors is served well by."""
-    rule = _rule(15, Stores.GIVEN_UP) if up else _rule(14, Stores.PAST_CACHES)
-    return rule, rule, rule
+    return (_rule(15, Stores.GIVEN_UP) if up else _rule(14, Stores.PAST_CACHES),) * 3
 
 
 def others(up: bool) -> list[Rule]:

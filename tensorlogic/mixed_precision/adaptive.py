@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.candidate import EAGER, Candidate, Config, Launcher, Outputs
-from ..core.candidate_errors import BIND_ERRORS
+from ..core.candidate import BIND_ERRORS, EAGER, Candidate, Config, Launcher, Outputs
 from ..core.key import Key
 from ..core.numeric_mode import PrecisionWarning
 from ..core.op import DATA_CHOOSERS, DataChooser, Op

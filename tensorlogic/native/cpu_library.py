@@ -15,15 +15,9 @@ import torch
 from ..system import process, settings
 from . import call_extension, hook_extension, library_files
 
+NAMES = ("none", "relu", "gelu", "gelu_tanh", "silu")
 #: The numbers by which native ops know an activation.
-ACTIVATIONS: dict[str | None, int] = {
-    None: 0,
-    "none": 0,
-    "relu": 1,
-    "gelu": 2,
-    "gelu_tanh": 3,
-    "silu": 4,
-}
+ACTIVATIONS: dict[str | None, int] = {None: 0} | {name: i for i, name in enumerate(NAMES)}
 #: And the reduction of a loss.
 REDUCTIONS: dict[str, int] = {"none": 0, "mean": 1, "sum": 2}
 
@@ -41,11 +35,8 @@ def _load() -> str | None:
     if named and not path.exists():
         return f"{named}{path} does not exist; name another library, or unset the variable"
     if not path.exists():
-        remedy = (
-            library_files.rebuilding()
-            if library_files.BUILDER.exists()
-            else "install a wheel that has it"
-        )
+        built = library_files.BUILDER.exists()
+        remedy = library_files.rebuilding() if built else "install a wheel that has it"
         return f"the native library {path.name} is not built: {remedy}"
     if path.name in library_files.stale():
         return f"the native library {path.name} was built from other sources than these: {library_files.rebuilding()}"
@@ -76,10 +67,8 @@ def available(device: str = "cpu") -> str | None:
             if not _state:
                 _state.append(_load())
                 if misled() is not None:
-                    warnings.warn(
-                        f"{_state[0]}. PyTorch serves the CPU instead of native kernels",
-                        stacklevel=2,
-                    )
+                    said = f"{_state[0]}. PyTorch serves the CPU instead of native kernels"
+                    warnings.warn(said, stacklevel=2)
     return _state[0]
 
 
@@ -109,10 +98,9 @@ def _op(name: str) -> Callable[..., Any]:
     if compiled is None:
         return usual
     given = itertools.dropwhile(lambda a: not a.has_default_value(), known._schema.arguments)
+    defaults = tuple(a.default_value for a in given)
     try:
-        direct: Callable[..., Any] = compiled.Native(
-            name, usual, tuple(a.default_value for a in given)
-        )
+        direct: Callable[..., Any] = compiled.Native(name, usual, defaults)
     except LookupError:  # one that takes more than tensors and numbers
         return usual
     return direct

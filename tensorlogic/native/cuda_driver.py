@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The CUDA driver's and PyTorch's functions that compiled launchers call, by their addresses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from tensorlogic.native import call_extension
 
 STREAM = "aoti_torch_get_current_cuda_stream"
-
-
 # at::detail::empty_strided_cuda(ArrayRef<long>, ArrayRef<long>, ScalarType, optional<Device>)
 EMPTY = "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE"
 

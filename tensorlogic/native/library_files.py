@@ -42,7 +42,7 @@ def cut_short(path: Path) -> bool:
     if len(head) < 64:
         return True
     (begin,), (size, count) = (
-        struct.unpack_from("<Q", head, 0x28),
-        struct.unpack_from("<HH", head, 0x3A),
+        struct.unpack_from("<Q", head, 40),
+        struct.unpack_from("<HH", head, 58),
     )
     return path.stat().st_size < begin + size * count

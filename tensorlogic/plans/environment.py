@@ -16,8 +16,7 @@ import torch
 from ..system import hardware
 from ..system.package import installed
 
-# of plan files; part of their names, so that versions do not meet in one file
-SCHEMA = 1
+SCHEMA = 1  # of plan files, and part of their names
 UNDERLYING = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
@@ -96,15 +95,9 @@ def _environment(kind: str, index: int, threads: int) -> Environment:
     else:
         model, driver = hardware.apple_gpu(), f"macOS {platform.mac_ver()[0]}"
     found = [(name, installed(name)) for name in UNDERLYING] if kind == "cuda" else []
-    return Environment(
-        device=model,
-        kind=kind,
-        driver=driver,
-        torch=str(torch.__version__),
-        triton=installed("triton"),
-        libraries=tuple(f"{name} {version}" for name, version in found if version is not None),
-        threads=threads,
-    )
+    libraries = tuple(f"{name} {version}" for name, version in found if version is not None)
+    software = str(torch.__version__), installed("triton"), libraries
+    return Environment(model, kind, driver, *software, threads)
 
 
 def digest(value: Any) -> str:

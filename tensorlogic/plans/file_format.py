@@ -84,9 +84,8 @@ def _contents(document: Any, damage: str | None) -> Contents:
         return Contents({}, {}, damage or "not a plan file")
     schema = document.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
-        raise Unusable(
-            f"it has schema {schema}, written by a newer version; this one knows {SCHEMA}"
-        )
+        newer = f"it has schema {schema}, written by a newer version; this one knows {SCHEMA}"
+        raise Unusable(newer)
     plans, environments = document.get("plans"), document.get("environments")
     if schema != SCHEMA or not isinstance(plans, dict) or not isinstance(environments, dict):
         return Contents({}, {}, damage or "not a plan file of this schema")
@@ -166,10 +165,7 @@ def rewrite(
     such), and then the file is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    from filelock import (
-        # takes 7 ms to import, which programs that measure nothing need not wait for
-        FileLock,
-    )
+    from filelock import FileLock  # 7 ms, which who measures nothing need not wait for
 
     with FileLock(f"{path}.lock", timeout=timeout_s):
         found = read_own(path, environment)
@@ -182,17 +178,12 @@ def rewrite(
     return found.records
 
 
-def write(
-    path: Path,
-    environments: Mapping[str, Record],
-    records: Mapping[str, Record],
-    lock: bool = False,
-) -> None:
+def write(path: Path, environments: Records, records: Records, lock: bool = False) -> None:
     """Replace `path` in one step: readers see the old or the new. Lockfiles get a checksum."""
     document: Record = {"format": FORMAT, "schema": SCHEMA}
     if lock:
         document["checksum"] = checksum(environments, records)
-    document |= {"environments": dict(environments), "plans": dict(records)}
+    document |= {"environments": environments, "plans": records}
     atomic_file.replace(path, layout(document) + "\n")
 
 
@@ -208,7 +199,7 @@ def layout(value: Any, depth: int = 0) -> str:
     return json.dumps(value)
 
 
-def checksum(environments: Mapping[str, Record], records: Mapping[str, Record]) -> str:
+def checksum(environments: Records, records: Records) -> str:
     """Of the meaning, not the bytes: line ends and white space do not count."""
     return digest([environments, records])
 
@@ -228,8 +219,7 @@ def warn_once(path: Path, what: str, problem: object) -> None:
 
 @lru_cache
 def shipped(folder: Path, environment: Environment) -> tuple[Unread, ...]:
-    """Records of the package's plan files that were measured on this device model, then of each file from an environment akin to it,
-    this model's under another torch first."""
+    """The package's records for this device model, then those of each akin environment, this model's under another torch first."""
     own: dict[str, Record | str] = {}
     akin: list[tuple[bool, Unread]] = []
     for path in sorted(folder.glob("*.json")):
@@ -248,9 +238,8 @@ def shipped(folder: Path, environment: Environment) -> tuple[Unread, ...]:
         except OSError as problem:
             warn_once(path, "was ignored", problem)
         except (TypeError, AttributeError, KeyError) as problem:
-            warn_once(
-                path, "was ignored", f"its {environment.kind} environment is none: {problem!r}"
-            )
+            said = f"its {environment.kind} environment is none: {problem!r}"
+            warn_once(path, "was ignored", said)
     return own, *(records for _, records in sorted(akin, key=lambda one: one[0]))
 
 

@@ -19,9 +19,7 @@ class Lockfile(PlanView):
         super().__init__()
         found = file_format.read_lockfile(path)
         self.path = path
-        self.environments = {
-            kind: Environment.from_json(e) for kind, e in found.environments.items()
-        }
+        self.environments = {k: Environment.from_json(e) for k, e in found.environments.items()}
         self._records = found.records
 
     def _read(self) -> tuple[Unread, ...]:
@@ -51,14 +49,10 @@ def export_lockfile(path: Path, plans: Iterable[Plan], environments: Iterable[En
             "a lockfile holds one environment of each kind of device; "
             "export the plans of each machine apart"
         )
-    records = {
-        plan.key.text: plan.to_json() for plan in sorted(plans, key=lambda plan: plan.key.text)
-    }
+    records = {p.key.text: p.to_json() for p in sorted(plans, key=lambda p: p.key.text)}
     strange = {r["key"]["device"] for r in records.values()} - about.keys()
     if strange:
         raise ValueError(f"plans for {', '.join(sorted(strange))} came without their environment")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    file_format.write(
-        Path(path), {kind: e.to_json() for kind, e in about.items()}, records, lock=True
-    )
+    file_format.write(Path(path), {k: e.to_json() for k, e in about.items()}, records, lock=True)
     return len(records)

@@ -24,13 +24,11 @@ ON_TUNE: list[Callable[[], None]] = []  # what would keep new plans from being u
 
 def current(device: torch.device) -> PlanStore:
     """The store of this device in the user's cache folder (read once per process)."""
-    name = environment(device).id
-    store = _STORES.get(name)
+    here = environment(device)
+    store = _STORES.get(here.id)
     if store is None:
         with _LOCK:
-            store = _STORES.setdefault(
-                name, PlanStore(settings.cache_folder(), environment(device))
-            )
+            store = _STORES.setdefault(here.id, PlanStore(settings.cache_folder(), here))
     return store
 
 

@@ -27,8 +27,6 @@ class Evidence:
 
 
 DISTURBED = "; what it runs on was disturbed"  # ends the reason of such evidence
-
-
 UNFINISHED = "; kernels of it were still being compiled"  # likewise
 
 
@@ -55,12 +53,12 @@ class Plan:
     def measured_us(
         self, captured: bool, sources: Mapping[str, str]
     ) -> dict[str, tuple[float, dict[str, Any]]]:
-        """Microseconds and configuration of each candidate in `sources` (id -> today's source hash) that was measured with this source:
-        of the device, or, of eager calls, what a caller waits. A plan without times says only who won.
+        """Device (or, of eager calls, waiting) microseconds and configuration of each candidate whose source hash today is in `sources`.
+
+        A plan without times says only who won.
         """
-        winner = (
-            (self.captured, self.captured_config) if captured else (self.eager, self.eager_config)
-        )
+        eager, graph = (self.eager, self.eager_config), (self.captured, self.captured_config)
+        winner = graph if captured else eager
         found = {
             e.candidate: (e.device_us if captured else self.waited_us(e), e.config)
             for e in self.evidence

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
-import os
 import threading
 import time
 import weakref
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..core.candidate import EAGER
 from ..core.key import LAYOUT, Key
 from ..system import process
 from . import file_format
@@ -20,8 +21,6 @@ from .environment import Environment
 from .file_format import Records, Unread
 from .plan import Plan, merged
 
-# right for every key, so it may always be a neighbour's choice
-EAGER = "torch.eager"
 # how far a neighbour may be, as `Key.distance` tells; on a GPU gains are weighed against distances
 REACH = 2.0
 SHIPPED = Path(__file__).parent / "shipped"
@@ -64,11 +63,7 @@ class _Shelf:
 
     def adopt(self, records: Records) -> None:
         """Take what other processes have saved for keys that are unknown here."""
-        new = {
-            text: record
-            for text, record in records.items()
-            if text not in self.records and text not in self.parsed
-        }
+        new = {t: r for t, r in records.items() if t not in self.records and t not in self.parsed}
         self.records.update(new)
         if new:
             self.kin.clear()
@@ -104,8 +99,7 @@ class _Shelf:
 
 
 class PlanView:
-    """Plans to read: stored ones, behind them shipped ones, and, as neighbours alone, those shipped for GPUs of the same chip
-    or measured under another PyTorch."""
+    """Plans to read: stored, behind them shipped, and as neighbours alone those of the same chip or of another PyTorch."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is in memory
@@ -132,15 +126,13 @@ class PlanView:
 
     def get(self, key: Key, valid: Valid | None = None) -> Plan | None:
         """The stored plan of `key`, else the shipped one; with `valid`, the first that is."""
-        with self._lock:
-            found = [shelf.get(key.text) for shelf in self._loaded()[:2]]
-        return next((p for p in found if p is not None and (valid is None or valid(p))), None)
+        return self.of(key.text, valid)
 
-    def of(self, text: str) -> Plan | None:
+    def of(self, text: str, valid: Valid | None = None) -> Plan | None:
         """As `get`, by the key's text."""
         with self._lock:
             found = [shelf.get(text) for shelf in self._loaded()[:2]]
-        return next((p for p in found if p is not None), None)
+        return next((p for p in found if p is not None and (valid is None or valid(p))), None)
 
     def nearest(self, key: Key, allowed: Callable[[str], bool], **more: Any) -> Plan | None:
         """The first of `neighbours`, or None."""
@@ -191,10 +183,8 @@ class PlanView:
         """Why this candidate with this source was refused on `key` here; None if it was not."""
         with self._lock:
             plan = self._loaded()[0].get(key.text)
-        for e in plan.evidence if plan else ():
-            if (e.candidate, e.source, e.status) == (candidate, source, "refused"):
-                return e.reason
-        return None
+        told, known = (candidate, source, "refused"), plan.evidence if plan else ()
+        return next((e.reason for e in known if (e.candidate, e.source, e.status) == told), None)
 
     def plans(self, shipped: bool = False) -> Iterator[Plan]:
         """Every stored plan, by text; with `shipped`, then shipped ones that none of them hides."""
@@ -324,12 +314,9 @@ class PlanStore(PlanView):
             return
         timer = threading.Timer(max(0.0, self._next_save - time.monotonic()), self._on_time)
         timer.daemon = True
-        try:
+        with contextlib.suppress(RuntimeError):  # no more threads, or Python ends: saved at exit
             timer.start()
-        except RuntimeError:
-            # no more threads, or the interpreter is ending: saved at exit
-            return
-        self._timer = timer
+            self._timer = timer
 
     def _on_time(self) -> None:
         saved = self.flush()
@@ -337,9 +324,6 @@ class PlanStore(PlanView):
             self._timer = None
             if saved and self._unsaved:  # put while the file was being written
                 self._schedule()
-
-    def _after_fork(self) -> None:
-        self._lock, self._saving, self._timer = threading.RLock(), threading.Lock(), None
 
 
 def _group(key: Key) -> str:
@@ -371,11 +355,10 @@ def _save_all() -> None:
 
 def _after_fork() -> None:
     for store in list(_STORES):
-        store._after_fork()
+        store._lock, store._saving, store._timer = threading.RLock(), threading.Lock(), None
 
 
 _STORES: weakref.WeakSet[PlanStore] = weakref.WeakSet()
 _UNSAVED: set[PlanStore] = set()  # keeps them alive until they are saved
 atexit.register(_save_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+process.in_children(_after_fork)

@@ -74,12 +74,17 @@ def turn(patience_s: float = -1.0) -> Iterator[bool]:
     finds, whosever it is, would be destroyed by the recording thread, which breaks the recording. Gives whether it is this
     thread's turn alone.
     """
+    global _turns
     mine = _TURN.acquire(timeout=patience_s)
-    _begin()
+    process.pause()
+    with _LOCK:
+        _turns += 1
     try:
         yield mine
     finally:
-        _end()
+        with _LOCK:
+            _turns -= 1
+        process.resume()
         if mine:
             _cleared()
             _TURN.release()
@@ -100,20 +105,6 @@ def uncached() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(kept)
         torch.clear_autocast_cache()
-
-
-def _begin() -> None:
-    global _turns
-    process.pause()
-    with _LOCK:
-        _turns += 1
-
-
-def _end() -> None:
-    global _turns
-    with _LOCK:
-        _turns -= 1
-    process.resume()
 
 
 def _cleared() -> None:

@@ -6,7 +6,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -142,8 +141,7 @@ def _after_fork() -> None:
     _workers = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+process.in_children(_after_fork)
 
 
 def _pool() -> _Workers | None:
@@ -186,12 +184,13 @@ def begin(jobs: Iterable[Any]) -> None:
 
 def ready(jobs: Iterable[Any]) -> bool:
     """True when no worker is still busy with one of `jobs`."""
-    return all(_future(job) is None or cast(Future[Any], _future(job)).done() for job in jobs)
+    return all((future := _future(job)) is None or future.done() for job in jobs)
 
 
 def there(jobs: Iterable[Any]) -> bool:
     """True when every one of `jobs` has been compiled by a worker or by this process, or has failed."""
-    return all(job in _own or _finished(job) for job in jobs)
+    done = ((job, _future(job)) for job in jobs)
+    return all(job in _own or (f is not None and f.done() and not f.cancelled()) for job, f in done)
 
 
 def begun(jobs: Iterable[Any]) -> bool:
@@ -256,11 +255,6 @@ def drop(jobs: Iterable[Any]) -> None:
     for job in jobs:
         if (future := _future(job)) is not None and future.cancel():
             cast(_Workers, _workers).jobs.pop(job, None)
-
-
-def _finished(job: Any) -> bool:
-    future = _future(job)
-    return future is not None and future.done() and not future.cancelled()
 
 
 def _future(job: Any) -> Future[str | None] | None:

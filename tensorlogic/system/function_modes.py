@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils._device import DeviceContext
 
-# a context: no function mode, no `__torch_function__` inside
-aside = torch._C.DisableTorchFunction
+aside = torch._C.DisableTorchFunction  # a context: no function mode, no `__torch_function__` inside
 
 
 def intercepted() -> bool:

@@ -14,19 +14,14 @@ from typing import Any
 import torch
 
 # GPU models that differ in their memory alone: the chip, its multiprocessors
-CHIPS = {
-    "NVIDIA H100 80GB HBM3": ("GH100", 132),
-    "NVIDIA H200": ("GH100", 132),
-    "NVIDIA GH200 480GB": ("GH100", 132),
-}
+_GH100 = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB")
+CHIPS = dict.fromkeys(_GH100, ("GH100", 132))
 
 
 def cpu() -> str:
     """The processor's name."""
     try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
+        found = re.search(r"(?m)^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text())
     except OSError:  # not Linux
         found = None
     return found.group(1).strip() if found else platform.processor() or platform.machine()

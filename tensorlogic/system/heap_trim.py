@@ -13,14 +13,9 @@ DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
 class _Counts(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """glibc's `struct mallinfo2`: nine other counts stand before `keepcost`."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
-        )
-    )  # fmt: skip
+    _fields_ = (("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t))
 
 
 @functools.cache

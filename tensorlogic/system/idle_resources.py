@@ -10,8 +10,7 @@ import torch
 
 from . import settings
 
-# for two processes that compile, each with helpers of its own
-CORES = 8.0
+CORES = 8.0  # for two processes that compile, each with helpers of its own
 MEMORY = 16 << 30  # bytes of the machine
 DEVICE_MEMORY = 2 << 30  # bytes of the GPU, on which each process opens a context
 LIMIT, USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
@@ -19,8 +18,7 @@ FREE = Path("/proc/meminfo")
 
 
 def spare(device: torch.device) -> bool:
-    """True where compilers, at low priority, would take nothing that a model on this device needs: a GPU does the work, and
-    most cores of the machine idle. What cannot be told counts as taken."""
+    """True where compilers take nothing from a model: it runs on a GPU, and most cores idle. What cannot be told counts as taken."""
     if device.type != "cuda" or idle_cores() < CORES or free_memory() < MEMORY:
         return False
     try:

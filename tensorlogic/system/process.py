@@ -54,8 +54,7 @@ _thresholds = (0, 0, 0)
 
 @contextlib.contextmanager
 def young() -> Iterator[None]:
-    """No full collection inside, unless somebody asks for one: each takes 70 ms where torch has traced a model (AMD EPYC,
-    2026-11-28). Meanwhile `gc.get_threshold()` shows it to all threads."""
+    """No full collection inside, unless asked for: each takes 70 ms where torch has traced a model (AMD EPYC, 2026-11-28)."""
     global _young, _thresholds
     with _LOCK:
         if not _young:
@@ -87,14 +86,14 @@ def _forked() -> None:
 
 def new_in_children(scope: dict[str, Any], **locks: Callable[[], Any]) -> None:
     """Locks of a module that a forked process makes anew: whichever thread held one there does not exist in it."""
+    in_children(lambda: scope.update({name: make() for name, make in locks.items()}))
+
+
+def in_children(renew: Callable[[], object]) -> None:
+    """Call `renew` in every forked process, where there are such."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            after_in_child=lambda: scope.update({name: make() for name, make in locks.items()})
-        )
+        os.register_at_fork(after_in_child=renew)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
-
-
+in_children(_forked)
 pause()

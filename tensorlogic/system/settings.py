@@ -38,7 +38,6 @@ class Wrong(ValueError):
 
 _IGNORED: dict[str, Wrong] = {}  # variables as if unset, and what is said of them
 
-
 CACHE_DIR = Variable(
     "TENSORLOGIC_CACHE_DIR",
     "folder of the plan store",
@@ -80,16 +79,7 @@ INDUCTOR = Variable(
     "1",
 )
 NATIVE = (NATIVE_LIBRARY, NATIVE_ISA)
-VARIABLES = (
-    CACHE_DIR,
-    TUNE,
-    LOCKFILE,
-    COMPILE_WORKERS,
-    NATIVE_LIBRARY,
-    NATIVE_ISA,
-    ENABLE,
-    INDUCTOR,
-)
+VARIABLES = (CACHE_DIR, TUNE, LOCKFILE, COMPILE_WORKERS, *NATIVE, ENABLE, INDUCTOR)
 
 
 def cache_folder() -> Path:

@@ -13,7 +13,7 @@ RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
 import tensorlogic
-from tensorlogic.autotune import background_tuning as background; from tensorlogic.plans.store import open_stores as stores
+from tensorlogic.autotune import background_tuning as background; from tensorlogic.plans import open_stores as stores
 from tensorlogic.core.op import OPS; from tensorlogic.core.candidate import Candidate
 from tensorlogic.autotune.tuner import Study
 

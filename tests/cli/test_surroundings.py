@@ -15,7 +15,7 @@ from tensorlogic.bench import precision_suite, session
 from tensorlogic.cli import doctor, doctor_cpu, exit_codes, main
 from tensorlogic.core import policy
 from tensorlogic.plans import file_format
-from tensorlogic.system import atomic_file
+from tensorlogic.system import atomic_file, settings
 
 ONE = ["--size", "64", "--dtype", "f32", "--device", "cpu"]
 
@@ -59,7 +59,7 @@ def test_an_unusable_lockfile_is_said_not_raised(
     path = tmp_path / "lock.json"
     monkeypatch.setenv("TENSORLOGIC_LOCKFILE", str(path))
     monkeypatch.setattr(doctor_cpu, "compared", lambda: iter(()))
-    with policy.use(policy._root()):
+    with policy.use(policy.Policy(settings.tune_mode(), lockfile=settings.lockfile())):
         assert main.main(["explain", "add_relu", *ONE, "--no-measure"]) == 2
         assert "does not exist" in capsys.readouterr().err
         found = {f.about: f for f in doctor.examine()}["TENSORLOGIC_LOCKFILE"]

@@ -1,3 +1,4 @@
+# ruff: noqa: F811 (fixtures are imported)
 """Policies: nested, in threads and tasks, in backward passes, and what is said of wrong ones."""
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ..support.plans import (
     Served,
     key_of,
     plan,
-    put,  # the fixture
+    put,
+    served,  # noqa: F401
 )
 from ..support.plans import served as served  # a fixture
 

@@ -26,7 +26,7 @@ PROGRAM = """
 import json, os, sys
 from dataclasses import replace
 import torch, triton
-from tensorlogic.dispatch.dispatcher import candidate_loading as registry, selector
+from tensorlogic.dispatch import candidate_loading as registry, selector
 from tensorlogic.core.op import OPS
 
 def seen():

@@ -225,7 +225,7 @@ def test_every_vouched_candidate_is_right_on_the_kinds_of_its_ops_cases() -> Non
 def test_another_process_reads_what_was_found() -> None:
     script = (
         "import torch, tensorlogic\n"
-        "from tensorlogic.dispatch.dispatcher import self_test as vouching\n"
+        "from tensorlogic.dispatch import self_test as vouching\n"
         "usual, checks = vouching._check, []\n"
         "vouching._check = lambda *a: checks.append(1) or usual(*a)\n"
         "tensorlogic.gelu(torch.randn(3000).bfloat16())\n"

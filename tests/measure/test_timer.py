@@ -358,7 +358,7 @@ def test_a_rows_bound_and_its_elements_say_the_same(shape: tuple[int, ...], off:
         usual = max(usual, deviation * (2 * math.log(ref.numel())) ** 0.5)
     allowed = 16 * eps * (row + size + 0.1 * row.square().mean().sqrt()) + 4 * (worst + usual)
     exact = (miss.abs().reshape(-1, last) / allowed).amax().item()
-    found = tolerance._largest_excess(miss, eager_miss, ref, eps, True, 1.0)
+    found = tolerance._largest_excess(miss, eager_miss, ref, eps, True, 1.0, 0.0)
     assert (found > 1) == (exact > 1)
     assert found == pytest.approx(exact) or exact < found <= 1
 

@@ -12,7 +12,7 @@ import pytest
 from tensorlogic.native import call_extension, cpu_library, hook_extension
 from tensorlogic.native import library_files as native_library_files
 
-ROOT = Path(cpu_library.__file__).parent.parent
+ROOT = Path(cpu_library.__file__).parents[2]
 BUILDER = runpy.run_path(str(ROOT / "tools" / "build_native.py"))
 CALLS = "tensorlogic_calls-2.13.0.cpython-311-x86_64-linux-gnu"
 

@@ -9,8 +9,7 @@ import torch
 
 from ...autotune import measure_key
 from ...core import policy
-from ...core.candidate import EAGER, Candidate
-from ...core.candidate_errors import BIND_ERRORS
+from ...core.candidate import BIND_ERRORS, EAGER, Candidate
 from ...core.key import Key
 from ...core.op import Op
 from ...dispatch import selector as dispatch_selector

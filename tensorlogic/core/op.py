@@ -18,6 +18,7 @@ from .candidate import EAGER, Candidate, Config, Launcher, Outputs
 from .dtypes import NAMES
 from .key import Key, TensorSpec
 
+
 @dataclass(frozen=True)
 class Param:
     """One parameter of an op: a tensor, an optional tensor, a flag (part of the key) or a scalar (passed at run time)."""

@@ -24,7 +24,7 @@ from ..support.plans import (
     key_of,
     plan,
     put,
-    served,  # noqa: F401
+    served,
 )
 from ..support.plans import served as served  # a fixture
 

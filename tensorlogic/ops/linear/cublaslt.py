@@ -89,7 +89,9 @@ def backward(key: Key, engine: str) -> Plan | str:
 
 _PADDED, _SOURCES = ("cublaslt.padded", "triton.padded"), (column_passes, elementwise, contiguous)
 gemm_register.add(LINEAR, describe, "cublaslt.epilogue", *_PADDED)
-gemm_register.add(LINEAR, columns, "cublaslt.columns", sources=(epilogue_pass, column_passes, device_math, triton))
+gemm_register.add(
+    LINEAR, columns, "cublaslt.columns", sources=(epilogue_pass, column_passes, device_math, triton)
+)
 gemm_register.add(LINEAR, describe, "triton.one_row")
 gemm_register.add(
     LINEAR_BACKWARD, backward, "cublaslt.products", "triton.products", *_PADDED, sources=_SOURCES

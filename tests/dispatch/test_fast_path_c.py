@@ -36,6 +36,7 @@ from tests.support.driver.standin import (
     launcher,
     noted,
 )
+from tests.support.driver.standin import device as device  # a fixture
 
 pytestmark = [
     pytest.mark.skipif(

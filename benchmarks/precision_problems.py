@@ -196,7 +196,7 @@ def solve(index: int, seed: int, device: torch.device) -> Outcome:
     a, b = (t.to(device) for t in operands(p.kind, p.shape, p.dtype, p.g))
     with (
         warnings.catch_warnings(record=True) as said,
-        tensorlogic.core.precision_policy("adaptive", rtol=p.rtol),
+        tensorlogic.precision("adaptive", rtol=p.rtol),
     ):
         warnings.simplefilter("always")
         y = tensorlogic.matmul(a, b)

@@ -34,7 +34,7 @@ def row(n: int, dtype: torch.dtype, rtol: float) -> str:
     if dtype == torch.float32 and op.candidates["cpu.f32"].unfit(key) is None:
         own = op.candidates["cpu.f32"].bind(key, {}, CPU)
         calls["cpu.f32"] = lambda: own(a, b)
-    with tensorlogic.core.precision_policy("adaptive", rtol=rtol):
+    with tensorlogic.precision("adaptive", rtol=rtol):
         tensorlogic.tune(tensorlogic.matmul, a, b)
         y = tensorlogic.matmul(a, b)
         way = adaptive.LAST[-1]

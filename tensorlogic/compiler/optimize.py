@@ -151,7 +151,7 @@ def optimize(
         dynamic: sizes vary from call to call, such as batches or a decoder's cache that grows. Dynamo then traces with
             symbolic sizes, and what it made serves every size; each op of ours chooses its implementation for the size
             that it meets. Nothing is captured, so for sizes that recur it is the slower choice.
-        precision: `tensorlogic.core.precision_policy(...)` for every product of the model, convolutions and gradients included; the
+        precision: `tensorlogic.precision(...)` for every product of the model, convolutions and gradients included; the
             policy around this call if None. Such a model is not compared with the original's time, keeps its policy
             whatever is around later calls, and serves inputs like the example only: others raise a RuntimeError.
 

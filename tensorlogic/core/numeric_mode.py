@@ -18,7 +18,7 @@ class PrecisionWarning(UserWarning):
 
     Example:
         >>> import torch, tensorlogic, warnings
-        >>> with warnings.catch_warnings(record=True) as said, tensorlogic.core.precision_policy("adaptive", rtol=1e-12):
+        >>> with warnings.catch_warnings(record=True) as said, tensorlogic.precision("adaptive", rtol=1e-12):
         ...     warnings.simplefilter("always")
         ...     y = tensorlogic.matmul(torch.randn(64, 64), torch.randn(64, 64))
         >>> said[0].category is tensorlogic.PrecisionWarning

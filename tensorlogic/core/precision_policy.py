@@ -1,4 +1,4 @@
-"""`tensorlogic.core.precision_policy`: in which form of numbers products are computed, or which error they may have."""
+"""`tensorlogic.precision`: in which form of numbers products are computed, or which error they may have."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class precision:
     Example:
         >>> import torch, tensorlogic
         >>> a, b = torch.randn(64, 64), torch.randn(64, 64)
-        >>> with tensorlogic.core.precision_policy("adaptive", rtol=1e-2):
+        >>> with tensorlogic.precision("adaptive", rtol=1e-2):
         ...     y = tensorlogic.matmul(a, b)
-        >>> z = tensorlogic.matmul(a, b, precision=tensorlogic.core.precision_policy("f16"))
+        >>> z = tensorlogic.matmul(a, b, precision=tensorlogic.precision("f16"))
         >>> y.dtype, z.dtype
         (torch.float32, torch.float32)
     """
@@ -127,7 +127,7 @@ def policy_of(asked: Any, where: str = "optimize") -> Precision:
         asked = precision(asked)  # type: ignore[arg-type]  # which it checks
     if not isinstance(asked, precision):
         raise TypeError(
-            f"{where}: precision is {asked!r}; tensorlogic.core.precision_policy(mode, rtol=...) or its mode is required"
+            f"{where}: precision is {asked!r}; tensorlogic.precision(mode, rtol=...) or its mode is required"
         )
     return asked.asked
 

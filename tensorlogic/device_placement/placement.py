@@ -50,7 +50,7 @@ def placement(device: str | torch.device | None = "auto") -> core_policy.Block:
 
     Example:
         >>> import torch, tensorlogic
-        >>> with tensorlogic.device_placement.placement("auto"):
+        >>> with tensorlogic.placement("auto"):
         ...     y = tensorlogic.matmul(torch.ones(4, 4), torch.ones(4, 4))
         >>> y.device
         device(type='cpu')

@@ -47,7 +47,7 @@ def off(y: Tensor, want: Tensor) -> float:
 def test_every_product_follows(mode: str) -> None:
     model, x = Mixed().eval(), torch.randn(2, 3, 12, 12)
     want = copy.deepcopy(model).double()(x.double()).detach()
-    policy = tensorlogic.core.precision_policy(mode, rtol=1e-2 if mode == "adaptive" else None)
+    policy = tensorlogic.precision(mode, rtol=1e-2 if mode == "adaptive" else None)
     fast = tensorlogic.optimize(model, x, precision=policy)
     assert fast.report.outcome == "precise"
     with torch.no_grad():
@@ -74,7 +74,7 @@ LAYERS = (
 def test_convolutions_of_halves_are_rounded_once(layer: nn.Module, shape: tuple[int, ...]) -> None:
     model, x = copy.deepcopy(layer).half(), torch.randn(shape).half()
     want = copy.deepcopy(model).double()(x.double()).detach()
-    with tensorlogic.core.precision_policy("f32"):  # the policy around the call
+    with tensorlogic.precision("f32"):  # the policy around the call
         fast = tensorlogic.optimize(model, x)
     with torch.no_grad():
         assert off(fast(x), want) < 3e-4  # one rounding to float16
@@ -100,7 +100,7 @@ def test_data_are_looked_at_in_every_call() -> None:
     fast = tensorlogic.optimize(
         model,
         torch.randn(64, 128),
-        precision=tensorlogic.core.precision_policy("adaptive", rtol=1e-2),
+        precision=tensorlogic.precision("adaptive", rtol=1e-2),
     )
     with torch.no_grad():
         model.weight[:, 64:] = model.weight[:, :64]

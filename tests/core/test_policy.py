@@ -80,11 +80,7 @@ def test_policies_belong_to_their_thread_and_task(served: Served) -> None:
 
 @pytest.mark.parametrize("make", ["policy", "placement"])
 def test_a_policy_may_be_entered_again(make: str) -> None:
-    again = (
-        tensorlogic.policy(force="toy.a")
-        if make == "policy"
-        else tensorlogic.device_placement.placement("cpu")
-    )
+    again = tensorlogic.policy(force="toy.a") if make == "policy" else tensorlogic.placement("cpu")
     before = policy.current()
     with again as first, tensorlogic.policy(tune="off"):
         with again as inside, again:

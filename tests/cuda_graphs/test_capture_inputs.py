@@ -226,7 +226,7 @@ def test_a_policy_has_a_graph_of_its_own() -> None:
     fast.tape = Still
     for _ in range(8):
         assert torch.equal(fast(x), x * 2)
-        with tensorlogic.core.precision_policy("adaptive", rtol=1e-3):
+        with tensorlogic.precision("adaptive", rtol=1e-3):
             assert torch.equal(fast(x), x * 3)
         with tensorlogic.policy(tune="off"):
             assert torch.equal(fast(x), x * 2)

@@ -203,20 +203,20 @@ def test_links_are_timed_once_and_speeds_are_the_best_of_all_times(
 def test_placement_without_a_gpu_or_with_one_gives_the_same() -> None:
     a = torch.randn(64, 64)
     for place in ("auto", "cpu", None):
-        with tensorlogic.device_placement.placement(place):
+        with tensorlogic.placement(place):
             y = tensorlogic.matmul(a, a, activation="relu")
         torch.testing.assert_close(y, torch.relu(a @ a))
         assert y.device.type == "cpu"
     assert policy.current().placement is None
     with (
         pytest.raises(ValueError, match=r"placement: device is 'nowhere'"),
-        tensorlogic.device_placement.placement("nowhere"),
+        tensorlogic.placement("nowhere"),
     ):
         pass
     if not CUDA:
         with (
             pytest.raises(ValueError, match=r"'cuda', which is not there"),
-            tensorlogic.device_placement.placement("cuda"),
+            tensorlogic.placement("cuda"),
         ):
             pass
 
@@ -238,7 +238,7 @@ def test_staged_transfers_keep_every_bit(dtype: torch.dtype) -> None:
 @gpu
 def test_placed_calls_and_gradients() -> None:
     a, b = torch.randn(512, 512), torch.randn(512, 512, requires_grad=True)
-    with tensorlogic.device_placement.placement("cuda"):
+    with tensorlogic.placement("cuda"):
         y = tensorlogic.matmul(a, b)
         y.sum().backward()
     assert y.device.type == "cpu"
@@ -246,10 +246,10 @@ def test_placed_calls_and_gradients() -> None:
     torch.testing.assert_close(b.grad, a.t() @ torch.ones(512, 512), rtol=1e-3, atol=1e-2)
     torch.testing.assert_close(y, a @ b, rtol=1e-3, atol=1e-2)
     x = tensorlogic.unified(a)
-    with tensorlogic.device_placement.placement("cuda"):
+    with tensorlogic.placement("cuda"):
         z = tensorlogic.matmul(tensorlogic.matmul(x, x), x)
     assert z.devices == (torch.device("cuda", 0),)
     a.mul_(2)
-    with tensorlogic.device_placement.placement("cuda"):
+    with tensorlogic.placement("cuda"):
         z = tensorlogic.matmul(x, x)
     torch.testing.assert_close(z.on("cpu"), a @ a, rtol=1e-3, atol=1e-1)

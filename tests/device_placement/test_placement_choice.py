@@ -62,7 +62,7 @@ class Machine:
         a, b = torch.randn(side, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
         b.requires_grad_()
         self.ran.clear()
-        with torch.no_grad(), tensorlogic.device_placement.placement("auto"):
+        with torch.no_grad(), tensorlogic.placement("auto"):
             for _ in range(times):
                 y = tensorlogic.matmul(a, b)
         torch.testing.assert_close(y, a @ b, rtol=1e-4, atol=1e-4)
@@ -313,7 +313,7 @@ def test_reproducible_calls_stay_where_they_were(machine: Machine) -> None:
 
 def test_explain_shows_the_sum(machine: Machine) -> None:
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
-    with torch.no_grad(), tensorlogic.device_placement.placement("auto"):
+    with torch.no_grad(), tensorlogic.placement("auto"):
         said = str(tensorlogic.explain(tensorlogic.matmul, a, b))
     bytes_in, bytes_out = 2 * 4 * SIDE**2, 4 * SIDE**2
     cpu, run = (round(2 * SIDE**3 / machine.speeds[s] * 1e6) for s in ("cpu", "cuda"))

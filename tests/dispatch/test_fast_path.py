@@ -203,7 +203,7 @@ def test_symbolic_traces_hold_calls(roads: Roads) -> None:
     assert tensorlogic.gelu_linear in targets
     assert "gelu_linear" in graph.code
     with (
-        tensorlogic.core.precision_policy("f32"),
+        tensorlogic.precision("f32"),
         pytest.raises(TypeError, match="Proxy under a precision"),
     ):
         torch.fx.symbolic_trace(model)
@@ -211,7 +211,7 @@ def test_symbolic_traces_hold_calls(roads: Roads) -> None:
 
 @pytest.mark.parametrize(
     "context",
-    [lambda: tensorlogic.policy(force=EAGER), lambda: tensorlogic.core.precision_policy("f32"), lambda: tensorlogic.device_placement.placement("cpu")],
+    [lambda: tensorlogic.policy(force=EAGER), lambda: tensorlogic.precision("f32"), lambda: tensorlogic.placement("cpu")],
 )  # fmt: skip
 def test_policies_break_graphs_and_say_so(context: Callable[[], Any]) -> None:
     x, w = torch.randn(3, 4), torch.randn(5, 4)

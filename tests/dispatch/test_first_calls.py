@@ -29,7 +29,7 @@ q = torch.randn(2, 3, 5, 8)
 tensorlogic.matmul(x, w)
 tensorlogic.add_relu(x, w)
 tensorlogic.attention_scores(q, q[:1], 1.0)
-with tensorlogic.core.precision_policy("adaptive", rtol=1e-2):
+with tensorlogic.precision("adaptive", rtol=1e-2):
     tensorlogic.matmul(torch.randn(4, 64, 64), torch.randn(64, 64))
 f = torch.randn(8, 8, requires_grad=True)
 tensorlogic.gelu_linear(f, f, None).sum().backward()

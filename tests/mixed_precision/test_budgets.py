@@ -25,7 +25,7 @@ from ..support.helpers import ALL_FLOATS, off
 @pytest.mark.parametrize("rtol", [1e-2, 1e-3, 1e-4, 1e-6])
 def test_adaptive_keeps_its_budget(rtol: float) -> None:
     a, b = torch.randn(128, 200), torch.randn(200, 96)
-    with tensorlogic.core.precision_policy("adaptive", rtol=rtol), warnings.catch_warnings():
+    with tensorlogic.precision("adaptive", rtol=rtol), warnings.catch_warnings():
         warnings.simplefilter("error", PrecisionWarning)
         assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= rtol
 
@@ -33,7 +33,7 @@ def test_adaptive_keeps_its_budget(rtol: float) -> None:
 def test_a_budget_nothing_keeps_is_said_with_what_is_reached() -> None:
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     with (
-        tensorlogic.core.precision_policy("adaptive", rtol=1e-12),
+        tensorlogic.precision("adaptive", rtol=1e-12),
         pytest.warns(
             PrecisionWarning, match="torch.eager, has a relative error of .*times the budget"
         ),
@@ -49,7 +49,7 @@ def test_every_call_beyond_its_budget_says_so(dtype: torch.dtype) -> None:
     rtol = 1e-16 if dtype is torch.float64 else 1e-4
     for _ in range(3):
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=rtol),
+            tensorlogic.precision("adaptive", rtol=rtol),
             pytest.warns(PrecisionWarning),
         ):
             tensorlogic.matmul(a, b)
@@ -60,7 +60,7 @@ def test_data_that_change_are_looked_at_again() -> None:
     a, b = torch.randn(64, 128), torch.randn(128, 64)
     hard = torch.cat((a[:, :64] * 1e4, -a[:, :64] * 1e4 + torch.randn(64, 64)), 1)
     both = torch.cat((b[:64], b[:64]))
-    with tensorlogic.core.precision_policy("adaptive", rtol=1e-2):
+    with tensorlogic.precision("adaptive", rtol=1e-2):
         for _ in range(3):
             assert off(tensorlogic.matmul(a, b), a.double() @ b.double()) <= 1e-2
         for _ in range(2):
@@ -78,7 +78,7 @@ def test_digits_that_happen_to_fit_are_no_measure(id: str, monkeypatch: pytest.M
     a, b = (torch.randint(-1, 2, (96, 96)).float() for _ in range(2))
     x, y = (torch.randn(96, 96) * size for _ in range(2))
     rtol = 1e-3 if id != "torch.f16" else 2e-4
-    with tensorlogic.core.precision_policy("adaptive", rtol=rtol):
+    with tensorlogic.precision("adaptive", rtol=rtol):
         for left, right in ((a, b), (a, b), (x, y), (x, y)):
             got = tensorlogic.matmul(left, right)
             assert off(got, left.double() @ right.double()) <= rtol
@@ -93,7 +93,7 @@ def test_a_row_that_vanishes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     )
     a, b = torch.randn(16, 16), torch.randn(16, 16)
     b[8:] = b[:8]
-    with tensorlogic.core.precision_policy("adaptive", rtol=0.1):
+    with tensorlogic.precision("adaptive", rtol=0.1):
         tensorlogic.matmul(a, b)
         a[5, 8:] = -a[5, :8]  # whose row is 0 indeed
         tensorlogic.matmul(a, b)
@@ -105,7 +105,7 @@ def test_a_row_that_vanishes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_errors_of_data_are_kept_in_the_plan() -> None:
     a, b = torch.randn(96, 96), torch.randn(96, 96)
-    with tensorlogic.policy(tune="full"), tensorlogic.core.precision_policy("adaptive", rtol=1e-3):
+    with tensorlogic.policy(tune="full"), tensorlogic.precision("adaptive", rtol=1e-3):
         tensorlogic.matmul(a, b)
     op = OPS["matmul"].precise
     assert op is not None
@@ -114,7 +114,7 @@ def test_errors_of_data_are_kept_in_the_plan() -> None:
     known = adaptive.recall(key, torch.device("cpu"))
     assert known
     assert all(0 < k.error < 1 and k.statistics.cancels > 0 for k in known)
-    with tensorlogic.core.precision_policy("adaptive", rtol=1e-3):
+    with tensorlogic.precision("adaptive", rtol=1e-3):
         shown = str(tensorlogic.explain(tensorlogic.matmul, a, b))
     assert "precision=adaptive" in shown
     assert "errors on data met before" in shown
@@ -157,7 +157,7 @@ def test_what_sparse_rows_seem_to_cancel_is_not_counted(monkeypatch: pytest.Monk
         sparse = a * (torch.rand(64, 512, generator=drawn) < 0.05)
         hard = torch.cat((a[:, :256], -a[:, :256] + share * a[:, 256:]), 1)
         both = torch.cat((b[:256], b[:256]))
-        with tensorlogic.core.precision_policy("adaptive", rtol=1e-6 * (1 + share / 1e3)):
+        with tensorlogic.precision("adaptive", rtol=1e-6 * (1 + share / 1e3)):
             for x, y in ((sparse, b), (hard, both)):
                 assert off(tensorlogic.matmul(x, y), x.double() @ y.double()) <= 1e-6
 
@@ -172,7 +172,7 @@ def test_results_below_a_dtype_s_range_are_told(
     rtol, told = 1e-4, []
     for scale in scales:
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=rtol),
+            tensorlogic.precision("adaptive", rtol=rtol),
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
@@ -190,7 +190,7 @@ def test_results_beyond_a_dtype_s_range_are_told(before: bool) -> None:
     told = []
     for scale in (1.0, 10.0, 10.0)[not before :]:
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=1e-2),
+            tensorlogic.precision("adaptive", rtol=1e-2),
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
@@ -208,7 +208,7 @@ def test_a_faint_column_of_halves_is_told(before: bool) -> None:
     small[:, 195] = torch.randn(512).half() * 5e-5
     for right in (b, small)[not before :]:
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=1e-2),
+            tensorlogic.precision("adaptive", rtol=1e-2),
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
@@ -225,7 +225,7 @@ def test_halves_that_become_smaller_lose_digits_only_with_a_word(order: int) -> 
     for power in range(0, 24, 2)[::order]:
         x = (a * 2.0**-power).half()
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=2e-3),
+            tensorlogic.precision("adaptive", rtol=2e-3),
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
@@ -311,7 +311,7 @@ def test_float64_with_room_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyP
         """In which of the calls that follow the first two rounds of rest the data were looked at."""
         found = []
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=rtol),
+            tensorlogic.precision("adaptive", rtol=rtol),
             tensorlogic.policy(tune="off"),
         ):
             for call in range(2 * (mixed_precision_candidate_order.REST + 1) + 1):
@@ -340,7 +340,7 @@ def test_one_interruption_of_looking_teaches_little(monkeypatch: pytest.MonkeyPa
     seconds = itertools.count()  # between two looks at the clock, one
     monkeypatch.setattr(adaptive, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     before = candidate_order.GUARD_US["cpu"]
-    with tensorlogic.core.precision_policy("adaptive", rtol=1e-4):
+    with tensorlogic.precision("adaptive", rtol=1e-4):
         for _ in range(3):
             tensorlogic.matmul(a, b)
     looks = next(seconds) // 2

@@ -52,7 +52,7 @@ def generator() -> Iterator[str | None]:
 
 
 def test_what_is_called_runs_under_the_policy_that_decorates_it() -> None:
-    decorate = tensorlogic.core.precision_policy("f16")
+    decorate = tensorlogic.precision("f16")
     assert decorate(Now())() == decorate(functools.partial(mode))() == "f16"
     for late in (Later(), functools.partial(coroutine, 1)):
         assert asyncio.run(decorate(late)()) == "f16"
@@ -62,13 +62,13 @@ def test_what_is_called_runs_under_the_policy_that_decorates_it() -> None:
 @pytest.mark.parametrize("fn", [Parts(), LaterParts(), generator, functools.partial(generator)])
 def test_what_runs_after_the_call_is_refused(fn: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="is a generator, which runs after the call"):
-        tensorlogic.core.precision_policy("f16")(fn)
+        tensorlogic.precision("f16")(fn)
 
 
 def test_tasks_that_take_turns_keep_their_policies() -> None:
     async def task(name: str) -> set[str | None]:
         met = set()
-        with tensorlogic.core.precision_policy(name):
+        with tensorlogic.precision(name):
             for _ in range(4):
                 await asyncio.sleep(0)
                 met.add(mode())
@@ -81,7 +81,7 @@ def test_tasks_that_take_turns_keep_their_policies() -> None:
 
 
 def test_an_argument_breaks_a_graph_and_says_so() -> None:
-    asked = tensorlogic.core.precision_policy("f16")
+    asked = tensorlogic.precision("f16")
     a, b = torch.randn(6, 7).double(), torch.randn(7, 5).double()
 
     def fn(a: Tensor, b: Tensor) -> Tensor:
@@ -95,22 +95,20 @@ def test_an_argument_breaks_a_graph_and_says_so() -> None:
 
 
 def test_a_block_that_fails_says_nothing_more(recwarn: pytest.WarningsRecorder) -> None:
-    with pytest.raises(KeyError), tensorlogic.core.precision_policy("adaptive", rtol=1e-3):
+    with pytest.raises(KeyError), tensorlogic.precision("adaptive", rtol=1e-3):
         raise KeyError
     assert mode() is None
     assert not [w for w in recwarn if w.category is PrecisionWarning]
 
 
 def test_a_policy_within_a_budget_is_made_once_and_forgotten_with_the_others() -> None:
-    half, a = tensorlogic.core.precision_policy("f16"), torch.randn(8, 8)
+    half, a = tensorlogic.precision("f16"), torch.randn(8, 8)
     with half:
         first = policy.current()
     with half:
         assert policy.current() is first
     for i in range(policy.MOST + 20):
-        tensorlogic.matmul(
-            a, a, precision=tensorlogic.core.precision_policy("adaptive", rtol=0.5 / (i + 1))
-        )
+        tensorlogic.matmul(a, a, precision=tensorlogic.precision("adaptive", rtol=0.5 / (i + 1)))
     assert len(policy._WITH) <= policy.MOST
     with half:  # one of those whose warm keys are forgotten when plans change
         again = policy.current()

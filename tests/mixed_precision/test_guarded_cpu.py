@@ -157,7 +157,7 @@ def test_it_serves_and_is_asked_again_when_data_change(
         lambda op, *g: [(op.candidates["cpu.f32"], {}), *usual(op, *g)],
     )
     a, b = torch.randn(70, 96), torch.randn(96, 50)
-    with tensorlogic.policy(tune="off"), tensorlogic.core.precision_policy("adaptive", rtol=1e-5):
+    with tensorlogic.policy(tune="off"), tensorlogic.precision("adaptive", rtol=1e-5):
         call(a, b)
         before = len(looked)
         for scale in (1.0, 3.0, 0.5):
@@ -193,7 +193,7 @@ def test_float64_that_left_float32_on_the_way_is_told(monkeypatch: pytest.Monkey
         x, y = a.clone(), b.clone()
         x[77], y[:, 150] = 2e18 * scale, 2e18 * scale  # their element is 2.6e38
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=1e-5),
+            tensorlogic.precision("adaptive", rtol=1e-5),
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
@@ -248,7 +248,7 @@ def test_a_warm_call_stays_in_c_while_the_guard_is_certain(
     monkeypatch.setattr(Adaptive, "_choose", lambda s, *d: asked.append(s) or choose(s, *d))
     monkeypatch.setattr(Adaptive, "__call__", lambda s, *d: asked.append(s) or python(s, *d))
     a, b = torch.randn(97, 520), torch.randn(520, 83)
-    with torch.inference_mode(), tensorlogic.core.precision_policy("adaptive", rtol=1e-2):
+    with torch.inference_mode(), tensorlogic.precision("adaptive", rtol=1e-2):
         for _ in range(3):
             call(a, b)
         before, mixed_precision_adaptive.LAST[:] = len(asked), ["another", "and one more"]

@@ -72,7 +72,7 @@ def test_a_gpu_that_is_full_leaves_the_call_to_the_cpu(
     monkeypatch.setattr(module, "_moved", moved)
     monkeypatch.setattr(module, "_SAID", set())
     a, b = torch.randn(5, 6), torch.randn(6, 7)
-    with tensorlogic.device_placement.placement("auto"):
+    with tensorlogic.placement("auto"):
         y = tensorlogic.matmul(a, b)
     torch.testing.assert_close(y, a @ b)
     assert tried[0] == "cuda"

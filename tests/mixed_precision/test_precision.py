@@ -96,7 +96,7 @@ def test_results_keep_the_dtype_that_the_inputs_promote_to() -> None:
         for right in ALL_FLOATS:
             a, b = torch.randn(8, 8).to(left), torch.randn(8, 8).to(right)
             for mode in ("f32", "f16", "adaptive"):
-                with tensorlogic.core.precision_policy(mode), warnings.catch_warnings():
+                with tensorlogic.precision(mode), warnings.catch_warnings():
                     warnings.simplefilter("ignore", PrecisionWarning)
                     y = tensorlogic.matmul(a, b)
                 assert y.dtype == torch.promote_types(left, right)
@@ -109,7 +109,7 @@ def test_gradients_follow_the_policy(mode: str) -> None:
     w = torch.randn(24, 40, dtype=torch.float16, requires_grad=True)
     bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
     wide = [t.detach().double().requires_grad_() for t in (x, w, bias)]
-    with tensorlogic.core.precision_policy(mode):
+    with tensorlogic.precision(mode):
         y = tensorlogic.linear(x, w, bias, activation="gelu")
     y.sum().backward()
     torch.nn.functional.gelu(torch.nn.functional.linear(*wide)).sum().backward()
@@ -125,7 +125,7 @@ def test_complex_products_and_their_gradients(mode: str) -> None:
     a = torch.randn(9, 12, dtype=torch.complex64, requires_grad=True)
     b = torch.randn(12, 7, dtype=torch.complex64).conj()
     c = a.detach().to(torch.complex128).requires_grad_()
-    with tensorlogic.core.precision_policy(mode):
+    with tensorlogic.precision(mode):
         y = tensorlogic.matmul(a, b)
     want = c @ b.to(torch.complex128)
     assert off(y.detach(), want.detach()) < 4e-3
@@ -140,7 +140,7 @@ def test_batches_and_vectors() -> None:
     for left, right in (((3, 20, 16), (3, 16, 9)), ((2, 1, 8, 16), (5, 16, 4)), ((16,), (16, 4)), ((4, 16), (16,)), ((16,), (16,)), ((0, 16), (16, 3)), ((3, 0), (0, 4))):  # fmt: skip
         a, b = torch.randn(left), torch.randn(right)
         for mode in ("f32", "f16", "adaptive"):
-            with tensorlogic.core.precision_policy(mode):
+            with tensorlogic.precision(mode):
                 y = tensorlogic.matmul(a, b)
             want = a.double() @ b.double()
             assert y.shape == want.shape
@@ -154,7 +154,7 @@ def test_global_switches_change_nothing_and_stay(switch: str) -> None:
     def run() -> list[Tensor]:
         found = []
         for id in ("torch.f32", "cpu.f32", EAGER):
-            with tensorlogic.policy(force=id), tensorlogic.core.precision_policy("f32"):
+            with tensorlogic.policy(force=id), tensorlogic.precision("f32"):
                 found.append(tensorlogic.matmul(a, b))
         return found
 
@@ -174,19 +174,19 @@ def test_global_switches_change_nothing_and_stay(switch: str) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (lambda: tensorlogic.core.precision_policy("half"), ValueError, ("mode is 'half'", "'adaptive'")),
-        (lambda: tensorlogic.core.precision_policy("adaptive", rtol=-1e-3), ValueError, ("rtol is -0.001",)),
-        (lambda: tensorlogic.core.precision_policy("adaptive", rtol=float("nan")), ValueError, ("nan",)),
-        (lambda: tensorlogic.core.precision_policy("adaptive", rtol=0.0), ValueError, ("above 0",)),
-        (lambda: tensorlogic.core.precision_policy("adaptive", rtol=float("inf")), ValueError, ("inf",)),
-        (lambda: tensorlogic.core.precision_policy("adaptive", rtol="1e-3"), TypeError, ("rtol",)),  # type: ignore[arg-type]
-        (lambda: tensorlogic.core.precision_policy("f32", rtol=1e-3), ValueError, ("belongs to 'adaptive'",)),
-        (lambda: tensorlogic.core.precision_policy("f32")(3), TypeError, ("fn is int",)),  # type: ignore[arg-type]
-        (lambda: tensorlogic.core.precision_policy("f32")(lambda: (yield 1)), TypeError, ("is a generator",)),
-        (lambda: tensorlogic.core.precision_policy("f32").__exit__(None, None, None), RuntimeError, ("without having been entered",)),
+        (lambda: tensorlogic.precision("half"), ValueError, ("mode is 'half'", "'adaptive'")),
+        (lambda: tensorlogic.precision("adaptive", rtol=-1e-3), ValueError, ("rtol is -0.001",)),
+        (lambda: tensorlogic.precision("adaptive", rtol=float("nan")), ValueError, ("nan",)),
+        (lambda: tensorlogic.precision("adaptive", rtol=0.0), ValueError, ("above 0",)),
+        (lambda: tensorlogic.precision("adaptive", rtol=float("inf")), ValueError, ("inf",)),
+        (lambda: tensorlogic.precision("adaptive", rtol="1e-3"), TypeError, ("rtol",)),  # type: ignore[arg-type]
+        (lambda: tensorlogic.precision("f32", rtol=1e-3), ValueError, ("belongs to 'adaptive'",)),
+        (lambda: tensorlogic.precision("f32")(3), TypeError, ("fn is int",)),  # type: ignore[arg-type]
+        (lambda: tensorlogic.precision("f32")(lambda: (yield 1)), TypeError, ("is a generator",)),
+        (lambda: tensorlogic.precision("f32").__exit__(None, None, None), RuntimeError, ("without having been entered",)),
         (lambda: tensorlogic.to(torch.ones(2), "cpu", "f16"), TypeError, ("to: dtype is 'f16'",)),  # type: ignore[arg-type]
         (
-            lambda: tensorlogic.matmul(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.ones(2, 2), precision=tensorlogic.core.precision_policy("f32")),
+            lambda: tensorlogic.matmul(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.ones(2, 2), precision=tensorlogic.precision("f32")),
             TypeError, ("a is torch.float8_e4m3fn", "a.to(torch.bfloat16)"),
         ),
         (lambda: tensorlogic.matmul(torch.ones(2, 2), torch.ones(2, 2), precision=3), TypeError, ("matmul: precision is 3",)),  # type: ignore[arg-type]
@@ -213,14 +213,14 @@ def test_a_gpu_that_is_not_there_is_said() -> None:
 def test_float64_of_any_range(scale: float, rows: slice) -> None:
     """Squares of such values leave float64's own range: no norm may be taken for nothing."""
     a, b = torch.randn(40, 64, dtype=torch.float64), torch.randn(64, 30, dtype=torch.float64)
-    with tensorlogic.core.precision_policy("adaptive", rtol=1e-3):
+    with tensorlogic.precision("adaptive", rtol=1e-3):
         tensorlogic.matmul(a, b)
         a[rows] *= scale
         for _ in range(2):
             y = tensorlogic.matmul(a, b)
             torch.testing.assert_close(y / scale, (a @ b) / scale, rtol=1e-2, atol=1e-2)
     mixed = tensorlogic.matmul(
-        a.to(torch.complex128), b.half(), precision=tensorlogic.core.precision_policy("adaptive")
+        a.to(torch.complex128), b.half(), precision=tensorlogic.precision("adaptive")
     )
     assert mixed.dtype is torch.complex128
 
@@ -228,7 +228,7 @@ def test_float64_of_any_range(scale: float, rows: slice) -> None:
 def test_a_policy_is_left_whatever_happens_as_it_is_entered() -> None:
     with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         traced = torch.jit.trace(
-            lambda x: tensorlogic.matmul(x, x, precision=tensorlogic.core.precision_policy("f32")),
+            lambda x: tensorlogic.matmul(x, x, precision=tensorlogic.precision("f32")),
             (torch.ones(3, 3),), check_trace=False,
         )  # fmt: skip
     assert traced(torch.ones(3, 3)).tolist() == [[3.0] * 3] * 3
@@ -237,7 +237,7 @@ def test_a_policy_is_left_whatever_happens_as_it_is_entered() -> None:
 
 def test_integers_and_sparse_tensors_are_refused() -> None:
     whole, plain = torch.ones(4, 4, dtype=torch.int32), torch.ones(4, 4)
-    with tensorlogic.core.precision_policy("f32"):
+    with tensorlogic.precision("f32"):
         with pytest.raises(TypeError, match="matmul: a is i32"):
             tensorlogic.matmul(whole, whole)
         with pytest.raises(TypeError, match=r"matmul: a has layout torch.sparse_coo"):
@@ -245,7 +245,7 @@ def test_integers_and_sparse_tensors_are_refused() -> None:
 
 
 def test_a_policy_holds_where_it_was_entered() -> None:
-    policy = tensorlogic.core.precision_policy("f16")
+    policy = tensorlogic.precision("f16")
     seen: list[Any] = []
 
     @policy
@@ -265,9 +265,7 @@ def test_a_policy_holds_where_it_was_entered() -> None:
         thread.join()
     assert policies.current().precision is None
     assert [None if p is None else p.mode for p in seen] == ["f16", "f16", None]
-    assert (
-        repr(tensorlogic.core.precision_policy("adaptive")) == "precision('adaptive', rtol=0.001)"
-    )
+    assert repr(tensorlogic.precision("adaptive")) == "precision('adaptive', rtol=0.001)"
 
 
 def test_ops_around_a_product_follow() -> None:
@@ -299,12 +297,12 @@ def test_ops_around_a_product_follow() -> None:
     for name, (ours, plain) in calls.items():
         with (
             tensorlogic.policy(force="torch.bf16"),
-            tensorlogic.core.precision_policy("adaptive", rtol=0.1),
+            tensorlogic.precision("adaptive", rtol=0.1),
         ):
             y = ours()
         assert 1e-5 < tolerance.relative_error(y, plain()) < 0.02, name
         forms.append(name)
-    with tensorlogic.core.precision_policy("f32"):
+    with tensorlogic.precision("f32"):
         y = tensorlogic.dropout_linear(x, w, b, 0.5)
         y.sum().backward()
     assert x.grad is not None
@@ -319,7 +317,7 @@ def test_what_is_done_before_a_product_is_not_rounded_to_a_half() -> None:
     functional = torch.nn.functional
     wide = x.double(), w.double(), b.double()
     normal = functional.layer_norm(wide[0], (16,))
-    with tensorlogic.core.precision_policy("f32"):
+    with tensorlogic.precision("f32"):
         y, z = tensorlogic.gelu_linear(x, w, b), tensorlogic.layer_norm_linear(x, None, None, w, b)
     gelu = functional.gelu(wide[0], approximate="tanh")
     assert y.dtype == z.dtype == torch.float32
@@ -330,7 +328,7 @@ def test_what_is_done_before_a_product_is_not_rounded_to_a_half() -> None:
 def test_the_gradient_of_a_real_operand_beside_a_complex_one_is_real_and_quiet() -> None:
     a = torch.randn(2, 9, 12, dtype=torch.complex64)
     b, c = torch.randn(12, 7, requires_grad=True), torch.randn(2, 12, 7, requires_grad=True)
-    with warnings.catch_warnings(), tensorlogic.core.precision_policy("f32"):
+    with warnings.catch_warnings(), tensorlogic.precision("f32"):
         warnings.simplefilter("error")
         for right in (b, c):
             (found,) = torch.autograd.grad(tensorlogic.matmul(a, right).abs().sum(), right)
@@ -340,17 +338,17 @@ def test_the_gradient_of_a_real_operand_beside_a_complex_one_is_real_and_quiet()
 
 def test_one_call_has_its_own_precision() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8).half()
-    y = tensorlogic.matmul(a, b, precision=tensorlogic.core.precision_policy("f32"))
+    y = tensorlogic.matmul(a, b, precision=tensorlogic.precision("f32"))
     assert y.dtype is torch.float32
     with pytest.raises(TypeError, match="dtypes must be equal"):
         tensorlogic.matmul(a, b)
-    tensorlogic.linear(a, b, precision=tensorlogic.core.precision_policy("adaptive"))
+    tensorlogic.linear(a, b, precision=tensorlogic.precision("adaptive"))
 
 
 def test_compiled_transformed_and_autocast_calls_follow() -> None:
     a, b = torch.randn(8, 16), torch.randn(16, 8)
     want = a.double() @ b.double()
-    with tensorlogic.core.precision_policy("f32"):
+    with tensorlogic.precision("f32"):
         many = torch.func.vmap(tensorlogic.matmul)(a.expand(3, 8, 16), b.expand(3, 16, 8))
         assert off(many[0], want) < 1e-6
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -382,6 +380,6 @@ def test_sums_of_halves_do_not_pass_for_overflow() -> None:
 def test_rows_beyond_float32_do_not_vanish(mode: str, factor: float) -> None:
     a, b = torch.randn(40, 96, dtype=torch.float64), torch.randn(96, 48, dtype=torch.float64)
     a[::3] *= factor
-    c, want = tensorlogic.matmul(a, b, precision=tensorlogic.core.precision_policy(mode)), a @ b
+    c, want = tensorlogic.matmul(a, b, precision=tensorlogic.precision(mode)), a @ b
     peak = want.abs().amax(1, keepdim=True)
     assert off(c / peak, want / peak) < 1e-3

@@ -36,7 +36,7 @@ def step(x: Tensor, times: int) -> Tensor:
 def captured(x: Tensor, times: int) -> Tensor:
     return x * times
 
-@tensorlogic.core.precision_policy("f16")
+@tensorlogic.precision("f16")
 def halved(x: Tensor, times: int = 1) -> Tensor:
     return x * times
 
@@ -48,7 +48,7 @@ TENSOR = "torch._tensor.Tensor"
 RIGHT = {  # an expression, and the end of its type's name
     'tensorlogic.linear(x, w, bias=b, activation="gelu_tanh")': TENSOR,
     'tensorlogic.linear(x, w, precision="f16")': TENSOR,
-    'tensorlogic.matmul(a=x, b=w, precision=tensorlogic.core.precision_policy("adaptive", rtol=1e-2))': TENSOR,
+    'tensorlogic.matmul(a=x, b=w, precision=tensorlogic.precision("adaptive", rtol=1e-2))': TENSOR,
     "tensorlogic.mul_relu(2, x)": TENSOR,
     "tensorlogic.affine(x, 2.0, True)": TENSOR,
     "tensorlogic.linear_residual_relu(x, w, None, residual=b)": TENSOR,
@@ -68,8 +68,8 @@ RIGHT = {  # an expression, and the end of its type's name
     "halved(x)": TENSOR,
     "forced(x, times=2)": TENSOR,
     'tensorlogic.policy(tune="off").__enter__()': "Policy",
-    'tensorlogic.core.precision_policy("f32").__enter__()': "precision.precision",
-    'tensorlogic.device_placement.placement("cpu").__enter__()': "Policy",
+    'tensorlogic.precision("f32").__enter__()': "precision.precision",
+    'tensorlogic.placement("cpu").__enter__()': "Policy",
     "next(iter(tensorlogic.explain(tensorlogic.linear, x, w, activation='relu'))).rows[0][0]": "str",
     "tensorlogic.tune(plain, x).unfinished": "list[str]",
     'tensorlogic.candidates("linear")': "dict[str, str | None]",
@@ -108,8 +108,8 @@ WRONG = (  # one mistake each
     "halved(x, tims=2)",
     "forced('x')",
     "tensorlogic.policy(tune='on')",
-    "tensorlogic.core.precision_policy('f64')",
-    "tensorlogic.device_placement.placement(0)",
+    "tensorlogic.precision('f64')",
+    "tensorlogic.placement(0)",
     "tensorlogic.explain(step, x)",
     "tensorlogic.tune(step, x)",
     "tensorlogic.candidates(tensorlogic.linear, x)",

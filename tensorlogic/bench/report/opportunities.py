@@ -209,7 +209,7 @@ def _other_dtype(results: Results, floors: Floors) -> Iterator[Opportunity]:
             f"arithmetic: {dtype} products run at {own:,.0f} GFLOPS here, {other} at {peaks[other]:,.0f}",
             f"{other} tensors, where a relative rounding of {EPS[other]:.0e} is enough"
             + (
-                "; `tensorlogic.core.precision_policy('adaptive', rtol=...)` keeps a budget"
+                "; `tensorlogic.precision('adaptive', rtol=...)` keeps a budget"
                 if dtype == "f32"
                 else ""
             ),

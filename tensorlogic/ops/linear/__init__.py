@@ -143,7 +143,7 @@ def linear(
         x: [..., K], floating. weight: [N, K], as in torch.nn.functional.linear, same dtype. bias: [N] or None.
         residual: broadcastable to [..., N] or None.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
-        precision: `tensorlogic.core.precision_policy(...)` for this call; under it, floating dtypes may differ.
+        precision: `tensorlogic.precision(...)` for this call; under it, floating dtypes may differ.
 
     Returns:
         [..., N] in x's dtype and on its device.

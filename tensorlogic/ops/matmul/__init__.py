@@ -157,7 +157,7 @@ def matmul(
     Args:
         a: [..., M, K] or [K], floating. b: [..., K, N] or [K], same dtype; batch dimensions broadcast.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
-        precision: `tensorlogic.core.precision_policy(...)` for this call; under it, floating dtypes may differ.
+        precision: `tensorlogic.precision(...)` for this call; under it, floating dtypes may differ.
 
     Returns:
         [..., M, N], without the dimension of a one-dimensional argument, in a's dtype.

@@ -63,7 +63,7 @@ def test_no_converted_copy_is_in_memory(op: str, pair: tuple[torch.dtype, torch.
     n = 2048
     a, b = (torch.randn(n, n, device="cuda").to(d) for d in pair)
     call = getattr(tensorlogic, op)
-    with tensorlogic.core.precision_policy("f32"), tensorlogic.policy(force="triton.f64_widened"):
+    with tensorlogic.precision("f32"), tensorlogic.policy(force="triton.f64_widened"):
         call(a, b)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

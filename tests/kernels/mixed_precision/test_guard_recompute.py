@@ -214,7 +214,7 @@ def test_adaptive_calls_do_not_wait_where_the_device_judges(
 
     def off(x: Tensor, y: Tensor, **more: Any) -> float:
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=1e-2),
+            tensorlogic.precision("adaptive", rtol=1e-2),
             tensorlogic.policy(tune="off"),
         ):
             c = tensorlogic.matmul(x, y, **more)
@@ -237,7 +237,5 @@ def test_adaptive_calls_do_not_wait_where_the_device_judges(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert off(a, b) < 1e-2
-    c = tensorlogic.matmul(
-        a, b, "gelu", precision=tensorlogic.core.precision_policy("adaptive", rtol=1e-2)
-    )
+    c = tensorlogic.matmul(a, b, "gelu", precision=tensorlogic.precision("adaptive", rtol=1e-2))
     torch.testing.assert_close(c, torch.nn.functional.gelu(a @ b), rtol=0.1, atol=0.1)

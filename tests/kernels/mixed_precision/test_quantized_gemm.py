@@ -149,7 +149,7 @@ def test_a_hidden_outlier_does_not_break_the_budget(monkeypatch: pytest.MonkeyPa
         chosen = [(op.candidates[id], {"rank": 3}), (op.candidates[EAGER], {})]
         monkeypatch.setattr(adaptive, "order", lambda *_, chosen=chosen: chosen)
         with (
-            tensorlogic.core.precision_policy("adaptive", rtol=rtol),
+            tensorlogic.precision("adaptive", rtol=rtol),
             tensorlogic.policy(tune="off"),
         ):
             for x, y in ((a, b), (a, b), (spiky, b), (spiky, small), (spiky, small)):

@@ -27,8 +27,8 @@ def sanitize(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-RACE = """========= Error: Race reported between Write access at layer_norm_fwd_registers+0x45f0 in triton_layer_norm.py:38
-=========     and Write access at layer_norm_fwd_registers+0x45f0 in triton_layer_norm.py:38 [1 hazards]
+RACE = """========= Error: Race reported between Write access at layer_norm_fwd_registers+0x45f0 in layer_norm.py:38
+=========     and Write access at layer_norm_fwd_registers+0x45f0 in layer_norm.py:38 [1 hazards]
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 TEMPLATE = """tests/a.py::b ========= Error: Race reported between Read access at void at::native::reduce_kernel<(int)512, (int)1>(T3)+0xe800
@@ -38,7 +38,7 @@ tests/a.py::c PASSED [100%]
 ========= RACECHECK SUMMARY: 6 hazards displayed (6 errors, 0 warnings)
 """
 READ = """========= Uninitialized __global__ memory read of size 4 bytes
-=========     at look_at+0x15a0 in triton_split.py:121
+=========     at look_at+0x15a0 in split_planes.py:121
 ========= ERROR SUMMARY: 120732 errors were not printed. Use --print-limit option to adjust the number of printed errors
 """
 

@@ -38,6 +38,10 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
         f"{GLUON}_scores",
         "attention_scores/test_register_store.py",
     ),
+    "attention_scores/hopper_resident_k": (
+        f"{GLUON}_scores",
+        "attention_scores/test_resident_k.py",
+    ),
     "attention_scores/recompute": ("attention_scores/test_recompute.py", ROWS_COMPILE),
     "cross_entropy/fused_backward": (LOSS, LOSS),
     "cross_entropy/fused_backward_smem_kernel": (f"{GLUON}_losses", LOSS),
@@ -201,6 +205,7 @@ OFF_BY_ONE = {
     "softmax_bwd_joined": Off("part_of(C, SPAN)", "part_of(C + 1, SPAN)"),
     "attention_scores_fwd": Off("keep = (col < T)", "keep = (col < T - 1)", "score_tile"),
     "attention_scores_direct": Off("% groups * M, S - M)", "% groups * M, S - M + 1)", "placed"),
+    "attention_scores_kept": Off("y_ptr + LAST * (2 * N)", "y_ptr + LAST * (2 * N) + 1"),
     "gemm_specialised": Off("rn = at_n +", "rn = 1 + at_n +", "multiply"),
     "reduce_spun": Off("left < N", "left < N - 1"),
     "split_planes": Off("(cols < C)", "(cols < C - 1)", "write_planes"),

@@ -69,11 +69,6 @@ TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and wha
     "mixed_precision/f64_gemm_kernel": (f"{GLUON}_widened", "mixed_precision/test_f64_gemm.py"),
     "mixed_precision/guard_recompute": ("mixed_precision/test_guard_recompute.py", PLANES),
     "mixed_precision/line_max": (PLANES, PLANES),
-    "mixed_precision/mixed_gemm_kernel": (
-        f"{GLUON}_rounded",
-        "mixed_precision/test_mixed_gemm.py",
-    ),
-    "mixed_precision/quantized_gemm": ("mixed_precision/test_quantized_gemm.py",) * 2,
     "mixed_precision/scaled_f16": (PLANES, PLANES),
     "mixed_precision/split_planes": (PLANES, PLANES),
     "norm/batch_norm": ("norm/test_batch_norm.py",) * 2,
@@ -112,9 +107,6 @@ class Off:
 
 
 OFF_BY_ONE = {
-    "to_bytes": Off("(along < C)", "(along < C - 1)"),
-    "bytes_product": Off("mask=rm < M", "mask=rm < M - 1"),
-    "scale_sums": Off("(j < N)", "(j < N - 1)"),
     "batch_norm_relu_fwd_tiled": Off("live = col < N", "live = col < N - 1"),
     "activation_bwd_columns": Off("(row < M)", "(row < M - 1)"),
     "batch_norm_relu_bwd_columns": Off("(row < M)", "(row < M + 1)"),
@@ -156,7 +148,6 @@ OFF_BY_ONE = {
     "line_peaks": Off("(along < C)", "(along < C - 1)"),
     "note_infinite": Off("at < TOTAL", "at < TOTAL - 1"),
     "mend_product": Off("mask=i < M", "mask=i < M - 1"),
-    "gemm_mixed": Off("rm = at_m +", "rm = 1 + at_m +", "put"),
     "gemm_widened": Off("rm = tile_m *", "rm = 1 + tile_m *", "multiply_widened"),
     "reduce_split": Off("mask=at < N", "mask=at < N - 1"),
     "reduce_polled": Off("mask=at < N", "mask=at < N - 1"),
@@ -212,7 +203,6 @@ OFF_BY_ONE = {
     "look_at": Off("inside = i < M", "inside = i < M - 1"),
 }  # fmt: skip
 WORKERS = {  # where warp groups of a kernel do their work
-    "gemm_mixed": "multiply_rounded",
     "gemm_widened": "multiply_widened",
     "gemm_specialised": "multiply",
 }

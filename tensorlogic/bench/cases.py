@@ -37,9 +37,8 @@ class Maker:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.dtype, self.device = dtype, device
-        self.generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(
-            seed
-        )
+        where = device if device.type == "cuda" else "cpu"
+        self.generator = torch.Generator(where).manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
         """Normally distributed, rounded from float32."""
@@ -57,9 +56,8 @@ class Maker:
 
     def labels(self, classes: int, *shape: int) -> Tensor:
         """Class indices."""
-        drawn = torch.randint(
-            0, classes, shape, device=self.generator.device, generator=self.generator
-        )
+        where = self.generator.device
+        drawn = torch.randint(0, classes, shape, device=where, generator=self.generator)
         return drawn.to(self.device)
 
 
@@ -86,28 +84,15 @@ def _linear_inputs(n: int, m: Maker) -> tuple[Any, ...]:
     return m.normal(n, n), m.weight(n, n), m.normal(n)
 
 
-def _residual_inputs(n: int, m: Maker) -> tuple[Any, ...]:
-    return (*_linear_inputs(n, m), m.normal(n, n))
-
-
 def _norm_inputs(n: int, m: Maker) -> tuple[Any, ...]:
-    return (
-        m.normal(n, n),
-        m.normal(n, scale=0.1, mean=1.0),
-        m.normal(n, scale=0.1),
-        m.weight(n, n),
-        m.normal(n),
-    )
+    x, gamma, beta = m.normal(n, n), m.normal(n, scale=0.1, mean=1.0), m.normal(n, scale=0.1)
+    return x, gamma, beta, m.weight(n, n), m.normal(n)
 
 
 def _batch_norm_inputs(n: int, m: Maker) -> tuple[Any, ...]:
-    statistics = (
-        m.normal(n, scale=0.1),
-        m.positive(n),
-        m.normal(n, scale=0.1, mean=1.0),
-        m.normal(n, scale=0.1),
-    )
-    return (*_linear_inputs(n, m), *statistics)
+    mean, var = m.normal(n, scale=0.1), m.positive(n)
+    gamma, beta = m.normal(n, scale=0.1, mean=1.0), m.normal(n, scale=0.1)
+    return (*_linear_inputs(n, m), mean, var, gamma, beta)
 
 
 def _attention_inputs(n: int, m: Maker) -> tuple[Any, ...]:
@@ -139,103 +124,64 @@ def _addmm_relu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 PLAIN = (
-    Recipe(
-        "matmul",
-        "matmul",
-        lambda n, m: (m.normal(n, n), m.normal(n, n, scale=n**-0.5)),
-        matmul,
-        {"eager": torch.matmul},
-    ),
+    Recipe("matmul", "matmul", lambda n, m: (m.normal(n, n), m.normal(n, n, scale=n**-0.5)), matmul, {"eager": torch.matmul}),
     Recipe("add", "elementwise", _two, add, {"eager": torch.add}),
     Recipe("mul", "elementwise", _two, mul, {"eager": torch.mul}),
     Recipe("sum", "reduction", _one, reduce.sum, {"eager": torch.sum}),
     Recipe("relu", "activation", _one, relu, {"eager": torch.relu}),
     Recipe("gelu", "activation", _one, gelu, {"eager": F.gelu}),
-)
+)  # fmt: skip
 
 FUSED = (
-    Recipe(
-        "linear", "fusion", _linear_inputs,
-        lambda x, w, b: linear(x, w, b, activation="relu"),
-        {
-            "separate": lambda x, w, b: torch.relu(torch.add(torch.matmul(x, w.t()), b)),
-            "linear, relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),
-            "addmm, relu_": lambda x, w, b: torch.addmm(b, x, w.t()).relu_(),
-        },
-        {"_addmm_activation": _addmm_relu},
-    ),
-    Recipe(
-        "linear_residual_relu", "fusion", _residual_inputs, linear_residual_relu,
-        {
-            "separate": lambda x, w, b, r: torch.relu(torch.add(torch.add(torch.matmul(x, w.t()), b), r)),
-            "linear, add, relu": lambda x, w, b, r: torch.relu(F.linear(x, w, b) + r),
-            "addmm, add_, relu_": lambda x, w, b, r: torch.addmm(b, x, w.t()).add_(r).relu_(),
-        },
-    ),
-    Recipe(
-        "gelu_linear", "fusion", _linear_inputs, gelu_linear,
-        {
-            "separate": lambda x, w, b: torch.add(torch.matmul(_tanh(x), w.t()), b),
-            "gelu, linear": lambda x, w, b: F.linear(_tanh(x), w, b),
-        },
-    ),
-    Recipe(
-        "linear_batch_norm_relu", "fusion", _batch_norm_inputs, linear_batch_norm_relu,
-        {
-            "separate": lambda x, w, b, *s: torch.relu(_batch_norm(torch.add(torch.matmul(x, w.t()), b), *s)),
-            "linear, batch_norm, relu_": lambda x, w, b, *s: _batch_norm(F.linear(x, w, b), *s).relu_(),
-        },
-    ),
-    Recipe(
-        "dropout_linear", "fusion", _linear_inputs,
-        lambda x, w, b: dropout_linear(x, w, b, p=DROP),
-        {
-            "separate": lambda x, w, b: torch.add(torch.matmul(F.dropout(x, DROP), w.t()), b),
-            "dropout, linear": lambda x, w, b: F.linear(F.dropout(x, DROP), w, b),
-        },
-        random=True,
-    ),
-    Recipe(
-        "layer_norm_linear", "fusion", _norm_inputs, layer_norm_linear,
-        {
-            "separate": lambda x, g, s, w, b: torch.add(torch.matmul(F.layer_norm(x, x.shape[-1:], g, s), w.t()), b),
-            "layer_norm, linear": lambda x, g, s, w, b: F.linear(F.layer_norm(x, x.shape[-1:], g, s), w, b),
-        },
-    ),
-    Recipe(
-        "softmax_cross_entropy", "fusion", lambda n, m: (m.normal(n, n), m.labels(n, n)), softmax_cross_entropy,
-        {"separate": lambda x, t: F.nll_loss(torch.log_softmax(x, 1), t), "cross_entropy": F.cross_entropy},
-    ),
-    Recipe(
-        "attention_scores", "fusion", _attention_inputs, attention_scores,
-        {
-            "separate": lambda q, k, scale: torch.softmax(torch.mul(torch.matmul(q, k.mT), scale), -1),
-            "matmul, mul_, softmax": lambda q, k, scale: torch.softmax(torch.matmul(q, k.mT).mul_(scale), -1),
-            "mul, matmul, softmax": lambda q, k, scale: torch.softmax(torch.matmul(q * scale, k.mT), -1),
-        },
-    ),
-    Recipe(
-        "add_relu", "fusion", _pair, add_relu,
-        {"separate": lambda a, b: torch.relu(torch.add(a, b)), "add, relu_": lambda a, b: torch.add(a, b).relu_()},
-    ),
-    Recipe(
-        "mul_relu", "fusion", _pair, mul_relu,
-        {"separate": lambda a, b: torch.relu(torch.mul(a, b)), "mul, relu_": lambda a, b: torch.mul(a, b).relu_()},
-    ),
-    Recipe(
-        "affine", "fusion", lambda n, m: (m.normal(n, n), m.normal(n), m.normal(n)), affine,
-        {"separate": lambda x, s, b: torch.add(torch.mul(x, s), b), "addcmul": lambda x, s, b: torch.addcmul(b, x, s)},
-    ),
+    Recipe("linear", "fusion", _linear_inputs, lambda x, w, b: linear(x, w, b, activation="relu"), {
+        "separate": lambda x, w, b: torch.relu(torch.add(torch.matmul(x, w.t()), b)),
+        "linear, relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),
+        "addmm, relu_": lambda x, w, b: torch.addmm(b, x, w.t()).relu_(),
+    }, {"_addmm_activation": _addmm_relu}),
+    Recipe("linear_residual_relu", "fusion", lambda n, m: (*_linear_inputs(n, m), m.normal(n, n)), linear_residual_relu, {
+        "separate": lambda x, w, b, r: torch.relu(torch.add(torch.add(torch.matmul(x, w.t()), b), r)),
+        "linear, add, relu": lambda x, w, b, r: torch.relu(F.linear(x, w, b) + r),
+        "addmm, add_, relu_": lambda x, w, b, r: torch.addmm(b, x, w.t()).add_(r).relu_(),
+    }),
+    Recipe("gelu_linear", "fusion", _linear_inputs, gelu_linear, {
+        "separate": lambda x, w, b: torch.add(torch.matmul(_tanh(x), w.t()), b),
+        "gelu, linear": lambda x, w, b: F.linear(_tanh(x), w, b),
+    }),
+    Recipe("linear_batch_norm_relu", "fusion", _batch_norm_inputs, linear_batch_norm_relu, {
+        "separate": lambda x, w, b, *s: torch.relu(_batch_norm(torch.add(torch.matmul(x, w.t()), b), *s)),
+        "linear, batch_norm, relu_": lambda x, w, b, *s: _batch_norm(F.linear(x, w, b), *s).relu_(),
+    }),
+    Recipe("dropout_linear", "fusion", _linear_inputs, lambda x, w, b: dropout_linear(x, w, b, p=DROP), {
+        "separate": lambda x, w, b: torch.add(torch.matmul(F.dropout(x, DROP), w.t()), b),
+        "dropout, linear": lambda x, w, b: F.linear(F.dropout(x, DROP), w, b),
+    }, random=True),
+    Recipe("layer_norm_linear", "fusion", _norm_inputs, layer_norm_linear, {
+        "separate": lambda x, g, s, w, b: torch.add(torch.matmul(F.layer_norm(x, x.shape[-1:], g, s), w.t()), b),
+        "layer_norm, linear": lambda x, g, s, w, b: F.linear(F.layer_norm(x, x.shape[-1:], g, s), w, b),
+    }),
+    Recipe("softmax_cross_entropy", "fusion", lambda n, m: (m.normal(n, n), m.labels(n, n)), softmax_cross_entropy, {
+        "separate": lambda x, t: F.nll_loss(torch.log_softmax(x, 1), t), "cross_entropy": F.cross_entropy,
+    }),
+    Recipe("attention_scores", "fusion", _attention_inputs, attention_scores, {
+        "separate": lambda q, k, scale: torch.softmax(torch.mul(torch.matmul(q, k.mT), scale), -1),
+        "matmul, mul_, softmax": lambda q, k, scale: torch.softmax(torch.matmul(q, k.mT).mul_(scale), -1),
+        "mul, matmul, softmax": lambda q, k, scale: torch.softmax(torch.matmul(q * scale, k.mT), -1),
+    }),
+    Recipe("add_relu", "fusion", _pair, add_relu, {
+        "separate": lambda a, b: torch.relu(torch.add(a, b)), "add, relu_": lambda a, b: torch.add(a, b).relu_(),
+    }),
+    Recipe("mul_relu", "fusion", _pair, mul_relu, {
+        "separate": lambda a, b: torch.relu(torch.mul(a, b)), "mul, relu_": lambda a, b: torch.mul(a, b).relu_(),
+    }),
+    Recipe("affine", "fusion", lambda n, m: (m.normal(n, n), m.normal(n), m.normal(n)), affine, {
+        "separate": lambda x, s, b: torch.add(torch.mul(x, s), b), "addcmul": lambda x, s, b: torch.addcmul(b, x, s),
+    }),
 )  # fmt: skip
 
 REQUESTS = Recipe(
     "requests", "batch",
     lambda n, m: (m.normal(n, FEATURES), m.weight(FEATURES, FEATURES), m.normal(FEATURES)),
-    lambda x, w, b: linear(x, w, b, activation="relu"),
-    {
-        "separate": lambda x, w, b: torch.relu(torch.add(torch.matmul(x, w.t()), b)),
-        "linear, relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),
-    },
+    FUSED[0].ours, {name: FUSED[0].eager[name] for name in ("separate", "linear, relu")},
 )  # fmt: skip
 
 RECIPES: dict[str, Recipe] = {r.op: r for r in (*PLAIN, *FUSED, REQUESTS)}
@@ -260,9 +206,8 @@ class Case:
     @property
     def id(self) -> str:
         """What tells rows of a result file apart, and matches those of two files."""
-        return " ".join(
-            filter(None, (self.category, self.op, self.detail, str(self.size), self.dtype))
-        )
+        parts = (self.category, self.op, self.detail, str(self.size), self.dtype)
+        return " ".join(filter(None, parts))
 
     @property
     def seed(self) -> int:
@@ -286,13 +231,8 @@ def transfer(case: Case, m: Maker) -> tuple[Callable[[], Tensor], Tensor]:
 
 def _moving(destination: Tensor, source: Tensor) -> Callable[[], Tensor]:
     devices = {destination.device.type, source.device.type}
-    synchronize = (
-        torch.cuda.synchronize
-        if "cuda" in devices
-        else torch.mps.synchronize
-        if "mps" in devices
-        else None
-    )
+    waits = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
+    synchronize = next((wait for kind, wait in waits.items() if kind in devices), None)
 
     def call() -> Tensor:
         destination.copy_(source, non_blocking=True)

@@ -73,9 +73,8 @@ def call(
     if unknown:
         raise Problem(f"{op} has no argument {unknown[0]!r}; it has {', '.join(parameters)}")
     tensors = _tensors(fn)
-    texts = list(shapes) or [f"{size or 512}x{size or 512}"] * sum(
-        required for _, required in tensors
-    )
+    square = f"{size or 512}x{size or 512}"
+    texts = list(shapes) or [square] * sum(required for _, required in tensors)
     if len(texts) > len(tensors):
         raise Problem(
             f"{len(texts)} shapes were given; {op} takes {len(tensors)} tensors: {', '.join(n for n, _ in tensors)}"
@@ -88,19 +87,13 @@ def call(
         elif required:
             raise Problem(f"{op} requires {name}; '-' leaves out optional tensors only")
     kwargs |= given
-    if (
-        "scale" in parameters
-        and parameters["scale"].default is inspect.Parameter.empty
-        and "scale" not in kwargs
-        and "q" in kwargs
-    ):
-        kwargs["scale"] = kwargs["q"].shape[-1] ** -0.5
-    needed = [
-        n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in kwargs
-    ]
-    optional = [n for n in needed if (n, False) in tensors]
-    kwargs |= dict.fromkeys(optional)
-    missing = [n for n in needed if n not in optional]
+    needed = [n for n, p in parameters.items() if p.default is p.empty and n not in kwargs]
+    for name in needed:
+        if name == "scale" and "q" in kwargs:
+            kwargs["scale"] = kwargs["q"].shape[-1] ** -0.5
+        elif (name, False) in tensors:
+            kwargs[name] = None
+    missing = [n for n in needed if n not in kwargs]
     if missing:
         raise Problem(
             f"{op} requires {', '.join(missing)}: give a --shape for each tensor ({', '.join(n for n, _ in tensors)}) in order"
@@ -120,11 +113,9 @@ def _memory(op: str) -> Iterator[None]:
 def _tensors(fn: Callable[..., Any]) -> list[tuple[str, bool]]:
     """Tensor parameters in order, with whether they are required."""
     hints = typing.get_type_hints(fn)
-    return [
-        (n, hints[n] is Tensor)
-        for n in inspect.signature(fn).parameters
-        if hints.get(n) in (Tensor, Tensor | None)
-    ]
+    kinds = {n: typing.get_args(h) or (h,) for n, h in hints.items()}
+    names = [n for n in inspect.signature(fn).parameters if Tensor in kinds.get(n, ())]
+    return [(n, type(None) not in kinds[n]) for n in names]
 
 
 def _tensor(name: str, shape: tuple[int, ...], maker: Maker, earlier: Mapping[str, Any]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..measure.timer import interval
@@ -13,6 +14,7 @@ from .text_table import aligned
 
 ORDER = ("broken", "worse", "better", "unchanged", "mended", "gone", "new")
 HARDWARE = ("device", "kind", "threads")
+SOFTWARE = ("torch", "triton", "driver", "libraries")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Change:
         """For a table."""
         change = "" if self.ratio is None else f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
         return [*self.label, self.verdict, change, self.note]
+
+
+def table(changes: Sequence[Change], now: str = "verdict", ratio: str = "after / before") -> str:
+    """Changes as text, with an empty line after it; nothing where there are none."""
+    head = ["operation", "size", "dtype", "time", now, ratio, ""]
+    lines = [head, *(c.cells() for c in changes)]
+    return aligned(lines, [True, False, True, True, True, False, True]) + "\n\n" if changes else ""
 
 
 @dataclass
@@ -52,16 +61,12 @@ class Comparison:
 
     def __str__(self) -> str:
         ordered = sorted(self.changes, key=lambda c: ORDER.index(c.verdict))
-        shown = [c.cells() for c in ordered if c.verdict != "unchanged"]
-        head = ["operation", "size", "dtype", "time", "verdict", "after / before", ""]
-        table = (
-            aligned([head, *shown], [True, False, True, True, True, False, True]) + "\n\n"
-            if shown
-            else ""
-        )
+        shown = [c for c in ordered if c.verdict != "unchanged"]
         counts = ", ".join(f"{n} {v}" for v in ORDER if (n := self.count(v)))
         notes = "".join(f"note: {d}\n" for d in self.differences)
-        return f"{table}{notes}{counts or 'no rows'} (margin {self.margin:.0%}; 95 % intervals)"
+        return (
+            f"{table(shown)}{notes}{counts or 'no rows'} (margin {self.margin:.0%}; 95 % intervals)"
+        )
 
 
 def compare(
@@ -96,30 +101,22 @@ def compare(
     return Comparison(found, margin, differences)
 
 
-def hardware(before: Results, after: Results) -> list[str]:
-    """What differs between the machines of two runs."""
+def differing(before: Results, after: Results, names: Sequence[str] = HARDWARE) -> list[str]:
+    """What differs between the machines of two runs, the hardware unless said."""
     a, b = before.machine["environment"], after.machine["environment"]
-    return [f"{n}: {a.get(n)} before, {b.get(n)} after" for n in HARDWARE if a.get(n) != b.get(n)]
+    return [f"{n}: {a.get(n)} before, {b.get(n)} after" for n in names if a.get(n) != b.get(n)]
 
 
 def machines(before: Results, after: Results, mixed: bool) -> list[str]:
     """What differs between machines and software of two runs; Problem where that is the hardware, unless `mixed`."""
-    a, b = before.machine["environment"], after.machine["environment"]
-    other = hardware(before, after)
+    other = differing(before, after)
     if other and not mixed:
         raise Problem(
             f"the files are of different machines ({'; '.join(other)}); pass --mixed to compare them all the same"
         )
-    software: list[str] = []
-    for name in ("torch", "triton", "driver", "libraries"):
-        if a.get(name) != b.get(name):
-            software.append(f"{name}: {a.get(name)} before, {b.get(name)} after")
-    partial = [
-        f"{word} is not complete"
-        for word, r in (("before", before), ("after", after))
-        if not r.complete
-    ]
-    return [*other, *software, *partial]
+    runs = (("before", before), ("after", after))
+    partial = [f"{word} is not complete" for word, run in runs if not run.complete]
+    return [*other, *differing(before, after, SOFTWARE), *partial]
 
 
 def changes(
@@ -138,17 +135,11 @@ def changes(
         if before is None or after is None:
             continue
         ratio, low, high = after[0] / before[0], after[1] / before[2], after[2] / before[1]
-        verdict = (
-            "worse"
-            if low > 1 and ratio > 1 + margin
-            else "better"
-            if high < 1 and ratio < 1 / (1 + margin)
-            else "unchanged"
-        )
+        worse, better = low > 1 and ratio > 1 + margin, high < 1 and ratio < 1 / (1 + margin)
+        verdict = "worse" if worse else "better" if better else "unchanged"
         note = f"{old.candidate} -> {new.candidate}" if old.candidate != new.candidate else ""
-        found.append(
-            Change(row.id, (name, size, row.dtype, clock), verdict, ratio, low, high, note)
-        )
+        label = (name, size, row.dtype, clock)
+        found.append(Change(row.id, label, verdict, ratio, low, high, note))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,15 @@ def _finding(plan: Plan, margin: float) -> Finding:
         return Finding(plan.key.text, plan.eager, state, detail)
 
     kind = plan.key.device
-    if (kind == "cuda" and not torch.cuda.is_available()) or (
-        kind == "mps" and not torch.backends.mps.is_available()
-    ):
+    gpu = kind == "cuda" and torch.cuda.is_available()
+    if not (gpu or kind == "cpu" or (kind == "mps" and torch.backends.mps.is_available())):
         return said("elsewhere", f"there is no {kind} device here")
-    device = (
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    )
+    device = torch.device(kind, torch.cuda.current_device()) if gpu else torch.device(kind)
     candidate_loading.ready(kind)
     op = OPS.get(plan.key.op)
-    if op is None:
-        return said("missing", f"there is no op {plan.key.op}")
-    reason = _absent(op, plan)
-    if reason is not None:
-        return said("missing", reason)
+    reason = f"there is no op {plan.key.op}" if op is None else _absent(op, plan)
+    if op is None or reason is not None:
+        return said("missing", reason or "")
     with isolation.preserved(device, op):
         return said(*_standing(op, plan, device, margin))
 
@@ -95,23 +91,17 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
     best = op.candidates[fresh.eager].bind(plan.key, fresh.eager_config, device)
     ratio, low = _paired(launch, best, [s.fresh(op) for s in checker.cold()], device)
     name = " ".join([fresh.eager, *(f"{k}={v}" for k, v in fresh.eager_config.items())])
-    return (
-        ("slow", f"{ratio:.2f} times {name}, at least {low:.2f} with 95 % confidence")
-        if low > 1 + margin
-        else (GOOD, "")
-    )
+    if low <= 1 + margin:
+        return GOOD, ""
+    return "slow", f"{ratio:.2f} times {name}, at least {low:.2f} with 95 % confidence"
 
 
 def _paired(
     locked: Launcher, best: Launcher, sets: list[list[Any]], device: torch.device
 ) -> tuple[float, float]:
     """Locked over best side by side, on the clock that a caller of the best one waits for: ratio, lower end of its interval."""
-
-    def bound(launch: Launcher, args: list[Any]) -> timer.Call:
-        return lambda: launch(*args)
-
-    calls = {
-        name: [bound(launch, args) for args in sets]
+    calls: dict[str, list[timer.Call]] = {
+        name: [partial(launch, *args) for args in sets]
         for name, launch in (("locked", locked), ("best", best))
     }
     timers = [timer.device_samples(calls, device, 0.5)]
@@ -152,17 +142,13 @@ def adopt(
     """Put a lockfile's plans for this device into the store; how many, and why not when none may be taken."""
     lock = lockfile.load_lockfile(path)
     kind = device.type
-    if kind not in lock.environments:
-        return (
-            0,
-            f"it holds no plans for {kind}, only for {', '.join(lock.environments) or 'nothing'}",
-        )
-    if lock.environments[kind] != environment.environment(device) and not anywhere:
-        theirs = lock.environments[kind]
-        return (
-            0,
-            f"it was measured elsewhere ({theirs.device}, PyTorch {theirs.torch}, driver {theirs.driver})",
-        )
+    theirs = lock.environments.get(kind)
+    if theirs is None:
+        known = ", ".join(lock.environments) or "nothing"
+        return 0, f"it holds no plans for {kind}, only for {known}"
+    if theirs != environment.environment(device) and not anywhere:
+        about = f"{theirs.device}, PyTorch {theirs.torch}, driver {theirs.driver}"
+        return 0, f"it was measured elsewhere ({about})"
     taken = [p for p in lock.plans() if p.key.device == kind]
     for plan in taken:
         store.put(plan)

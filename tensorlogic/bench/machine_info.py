@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -17,22 +16,15 @@ import torch
 from ..native import cpu_library
 from ..plans.environment import environment
 from ..system import hardware, settings
-from ..system.package import version
+from ..system.package import installed, version
 from .result_file import Results
 
 PACKAGES = ("numpy", "triton", "quack-kernels", "liger-kernel", "nvmath-python")
 FOLDER = re.compile(r"(?<==)/[^\s,]*/")  # of the compiler PyTorch was built with
 PATHS = (settings.CACHE_DIR, settings.LOCKFILE, settings.NATIVE_LIBRARY)
 SMI = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,utilization.gpu"
-
-
 # Of other libraries and ours: a CPU that has less than this one.
-LIMITS = (
-    "ATEN_CPU_CAPABILITY",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ONEDNN_MAX_CPU_ISA",
-    settings.NATIVE_ISA.name,
-)
+LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", settings.NATIVE_ISA.name)  # fmt: skip
 
 
 def limits() -> dict[str, str]:
@@ -56,7 +48,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": _memory(),
         "gpu": _gpu(device),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := installed(name))},
         "torch_build": FOLDER.sub("", torch.__config__.show()).splitlines(),
         "settings": {v.name: v.read() for v in settings.VARIABLES if v.read() and v not in PATHS},
         "tf32": torch.get_float32_matmul_precision(),
@@ -155,13 +147,6 @@ def _memory() -> float | None:
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def clocks(results: Results) -> tuple[str, ...]:

@@ -61,9 +61,8 @@ def _copies(device: torch.device, budget_s: float) -> list[tuple[int, float]]:
 def _products(device: torch.device, dtypes: Sequence[str], budget_s: float) -> dict[str, float]:
     """Rates of PyTorch's own products; a CPU without f16 arithmetic can multiply f16 in float32."""
     names = list(dict.fromkeys([*dtypes, "f32", "bf16"] if device.type == "cpu" else dtypes))
-    rates = {
-        name: max(_rate(device, name, n, budget_s) for n in SIDES[device.type]) for name in names
-    }
+    sides = SIDES[device.type]
+    rates = {name: max(_rate(device, name, n, budget_s) for n in sides) for name in names}
     if device.type == "cpu" and "f16" in rates:
         rates["f16"] = max(rates["f16"], rates["f32"])
     return rates
@@ -89,9 +88,8 @@ def _launches(device: torch.device, budget_s: float) -> dict[str, float]:
     host = timer.host_samples(calls, device, budget_s)
     found = {name: host.median(name) for name in calls}
     if device.type == "cuda":
-        found["device"] = timer.device_samples({"torch": calls["torch"]}, device, budget_s).median(
-            "torch"
-        )
+        alone = timer.device_samples({"torch": calls["torch"]}, device, budget_s)
+        found["device"] = alone.median("torch")
     return {name: float(f"{us:.4g}") for name, us in found.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .result_file import OURS, Row, rounded
 
 # inputs of more bytes than this exceed every cache, so one set of them is enough
 ALONE = 1 << 28
+Calls = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,8 @@ def meet(
 ) -> list[tuple[Op, Key, torch.device]]:
     """The keys that one call meets, by making it; `captured`: as a CUDA graph records it."""
     met: list[tuple[Op, Key, torch.device]] = []
-    watching = replace(
-        policy.current(), tune="off", observer=lambda *seen: met.append(seen), entries={}
-    )
-    with policy.use(watching):
+    seen = lambda *found: met.append(found)  # noqa: E731
+    with policy.use(replace(policy.current(), tune="off", observer=seen, entries={})):
         if not captured:
             fn(*args)
             return met
@@ -58,11 +58,8 @@ def inputs(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     recipe, dtype = RECIPES[case.op], dtypes.DTYPES[case.dtype]
     first = recipe.inputs(case.size, Maker(dtype, device, case.seed))
     size = nbytes(first)
-    more = 0 if size > ALONE else timer.cold_sets(size, device) - 1
-    return [
-        first,
-        *(recipe.inputs(case.size, Maker(dtype, device, case.seed + 1 + i)) for i in range(more)),
-    ]
+    seeds = range(case.seed + 1, case.seed + (1 if size > ALONE else timer.cold_sets(size, device)))
+    return [first, *(recipe.inputs(case.size, Maker(dtype, device, seed)) for seed in seeds)]
 
 
 @torch.no_grad()
@@ -90,11 +87,9 @@ def _transfer(row: Row, case: Case, device: torch.device, effort: Effort) -> Non
         row.status, row.reason = "refused", "wrong: the destination differs from the source"
         return
     row.candidate, row.error = "torch.eager", 0.0
-    # waited for: a host's clock
-    samples = timer.device_samples(
-        {"eager": [call]}, torch.device("cpu"), effort.budget_s, effort.rounds
-    )
-    row.device_us = rounded(samples.values)
+    host = torch.device("cpu")  # the clock, for each is waited for
+    times = timer.device_samples({"eager": [call]}, host, effort.budget_s, effort.rounds)
+    row.device_us = rounded(times.values)
 
 
 def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> None:
@@ -105,14 +100,12 @@ def _operation(row: Row, case: Case, device: torch.device, effort: Effort) -> No
     calls = _right(row, recipe, recipe.baselines(device.type, dtypes.DTYPES[case.dtype]), sets[0])
     if row.status != "ok":
         return
-    bound = {name: [_bound(fn, args) for args in sets] for name, fn in calls.items()}
-    row.device_us = rounded(
-        timer.device_samples(bound, device, effort.budget_s, effort.rounds).values
-    )
+    bound: dict[str, list[timer.Call]] = {name: [partial(fn, *args) for args in sets] for name, fn in calls.items()}  # fmt: skip
+    times = timer.device_samples(bound, device, effort.budget_s, effort.rounds)
+    row.device_us = rounded(times.values)
     if device.type == "cuda":
-        row.host_us = rounded(
-            timer.host_samples(bound, device, effort.budget_s / 2, effort.rounds).values
-        )
+        times = timer.host_samples(bound, device, effort.budget_s / 2, effort.rounds)
+        row.host_us = rounded(times.values)
 
 
 @torch.no_grad()
@@ -122,10 +115,6 @@ def tuned(case: Case, device: torch.device) -> Learned | None:
         return tune.whole(RECIPES[case.op].ours, *inputs(case, device)[0])
     except torch.OutOfMemoryError:
         return None
-
-
-def _bound(fn: Callable[..., Any], args: tuple[Any, ...]) -> timer.Call:
-    return lambda: fn(*args)
 
 
 def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
@@ -144,7 +133,7 @@ def _choice(row: Row, recipe: Recipe, args: tuple[Any, ...]) -> None:
 
 
 def _right(
-    row: Row, recipe: Recipe, baselines: Mapping[str, Callable[..., Any]], args: tuple[Any, ...]
+    row: Row, recipe: Recipe, baselines: Calls, args: tuple[Any, ...]
 ) -> dict[str, Callable[..., Any]]:
     """Our call and PyTorch's, those whose results match; the row is refused when ours does not."""
     calls = {OURS: recipe.ours, **baselines}
@@ -166,9 +155,7 @@ def _right(
 Checked = dict[str, tuple[str | None, float]]
 
 
-def _compared(
-    calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]
-) -> Checked:
+def _compared(calls: Calls, literal: str, args: tuple[Any, ...]) -> Checked:
     """Each output against the literal composition in float64 and in the dtype itself, every element."""
     reference = calls[literal](*[tolerance.wide(a) if isinstance(a, Tensor) else a for a in args])
     plain = calls[literal](*args)
@@ -180,14 +167,11 @@ def _compared(
     return found
 
 
-def _masked(
-    calls: Mapping[str, Callable[..., Any]], literal: str, args: tuple[Any, ...]
-) -> Checked:
+def _masked(calls: Calls, literal: str, args: tuple[Any, ...]) -> Checked:
     """Dropout draws anew at each call, so it is looked at through a weight that changes nothing."""
     x, weight, bias = args
-    through = torch.nn.Parameter(
-        torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device), requires_grad=False
-    )
+    unit = torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device)
+    through = torch.nn.Parameter(unit, requires_grad=False)
     found: Checked = {}
     for name, fn in calls.items():
         error, reason = dropout_error(fn(x, through, torch.zeros_like(bias)), x, DROP)
@@ -201,11 +185,8 @@ def kernels(cases: Sequence[Case], device: torch.device) -> list[Any]:
     for case in cases:
         if case.category == "transfer":
             continue
-        recipe = RECIPES[case.op]
-        for op, key, where in meet(
-            recipe.ours,
-            recipe.inputs(case.size, Maker(dtypes.DTYPES[case.dtype], device, case.seed)),
-        ):
+        recipe, maker = RECIPES[case.op], Maker(dtypes.DTYPES[case.dtype], device, case.seed)
+        for op, key, where in meet(recipe.ours, recipe.inputs(case.size, maker)):
             if not measure_key.complete(op, open_stores.current(where).get(key), key):
                 jobs += config_queue.kernels(op, key, where)
     return jobs

@@ -41,10 +41,7 @@ QUICK = {"cpu": (256, 512), "cuda": (1024, 4096)}
 BUDGETS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 TRANSFERS = (16 << 20, 64 << 20, 256 << 20)
 PLACED = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-FORMS = {
-    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f64": torch.float64,
-    "int8": torch.int8, "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
+FORMS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "tf32": torch.float32, "f64": torch.float64}  # fmt: skip
 # of which float32 and few budgets are measured, for the time it takes
 LARGEST = 8192
 FEW_BUDGETS = (1e-1, 1e-3, 1e-5, 1e-6)

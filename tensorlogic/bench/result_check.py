@@ -15,7 +15,6 @@ from .machine_info import clocks
 from .result_file import Results, Row, load
 from .terminal.progress import Tick
 from .terminal.user_error import Problem
-from .text_table import aligned
 
 SAMPLE = 12  # rows that are measured again
 MARGIN = 0.15  # by which the speed over PyTorch may differ
@@ -33,17 +32,14 @@ class Verified:
     rows: int
 
     def __str__(self) -> str:
-        shown = [c.cells() for c in self.failed]
-        head = ["operation", "size", "dtype", "time", "now", "now / file", ""]
-        table = aligned([head, *shown], [True, False, True, True, True, False, True])
         count = len({c.id for c in (*self.held, *self.failed)})
         bad = len({c.id for c in self.failed})
         verdict = (
             f"{count - bad} of {count} rows hold, measured again out of {self.rows} "
             f"(speed over PyTorch within {MARGIN:.0%}, 95 % intervals)"
         )
-        notes = [f"note: {d}" for d in self.differences]
-        return "\n".join([*([table, ""] if shown else []), *notes, verdict])
+        notes = "".join(f"note: {d}\n" for d in self.differences)
+        return f"{compare.table(self.failed, 'now', 'now / file')}{notes}{verdict}"
 
 
 def sample(results: Results, count: int = SAMPLE) -> list[Row]:
@@ -72,7 +68,7 @@ def verify(path: Path, tick: Tick = lambda done, total, text: None) -> Verified:
     device = session.pick_device(known.kind)
     fresh = machine_info.describe(device)
     here = replace(known, machine=fresh, complete=True)
-    other = compare.hardware(known, here)
+    other = compare.differing(known, here)
     if other:
         raise Problem(
             f"{path} is of another machine, where alone it can be verified ({'; '.join(other)})"

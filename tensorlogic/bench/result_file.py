@@ -175,9 +175,7 @@ def load(path: Path) -> Results:
         results = Results(
             document["machine"], document["run"], ceilings, rows, document["complete"], Path(path)
         )
-        if not isinstance(results.kind, str) or not all(
-            isinstance(r.device_us, dict) for r in rows
-        ):
+        if not (results.kind and all(isinstance(r.device_us, dict) for r in rows)):
             raise TypeError("machine or samples")
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise Problem(f"{path} is damaged: {type(problem).__name__} {problem}") from problem

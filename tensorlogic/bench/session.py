@@ -38,35 +38,28 @@ METHOD = {
 
 def pick_device(name: str | None) -> torch.device:
     """The named device, or the best one here; Problem when it is absent."""
-    if name is None:
-        name = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
+    gpu, apple = torch.cuda.is_available(), torch.backends.mps.is_available()
+    name = name or ("cuda" if gpu else "mps" if apple else "cpu")
+    unknown = Problem(f"device is {name!r}; cpu, cuda, cuda:N or mps is required")
     try:
         device = torch.device(name)
     except RuntimeError as problem:
-        raise Problem(f"device is {name!r}; cpu, cuda, cuda:N or mps is required") from problem
+        raise unknown from problem
     if device.type not in ("cpu", "cuda", "mps"):
-        raise Problem(f"device is {name!r}; cpu, cuda, cuda:N or mps is required")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise Problem(
-                "device is 'cuda', but PyTorch sees no CUDA device here; `tensorlogic doctor` says what is missing"
-            )
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise Problem(
-                f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices here"
-            )
-        device = torch.device(
-            "cuda", torch.cuda.current_device() if device.index is None else device.index
-        )
-    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise unknown
+    if device.type == "mps" and not apple:
         raise Problem("device is 'mps', but there is no Apple GPU here")
-    return device
+    if device.type != "cuda":
+        return device
+    if not gpu:
+        raise Problem(
+            "device is 'cuda', but PyTorch sees no CUDA device here; `tensorlogic doctor` says what is missing"
+        )
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise Problem(f"device is {name!r}, but there are {count} CUDA devices here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.device("cuda", index)
 
 
 def bench(
@@ -100,13 +93,8 @@ def bench(
     cases = suites.cases(selection)
     effort = measure_case.QUICK if quick else measure_case.FULL
     before = machine_info.state(where)
-    run = {
-        "quick": quick,
-        "selection": asdict(selection),
-        "effort": asdict(effort),
-        "method": METHOD,
-        "before": before,
-    }
+    about = {"selection": asdict(selection), "effort": asdict(effort), "method": METHOD}
+    run = {"quick": quick, **about, "before": before}
     results = Results(machine_info.describe(where), run)
     run["busy"] = machine_info.busy(before, results.machine["usable_cores"])
     path = Path(json) if json is not None else _default_path(results)
@@ -180,9 +168,8 @@ def _kept(results: Results, path: Path) -> list[Row]:
 
 
 def _default_path(results: Results) -> Path:
-    model = re.sub(r"[^a-z0-9]+", "-", str(results.machine["environment"]["device"]).lower()).strip(
-        "-"
-    )[:40]
+    device = str(results.machine["environment"]["device"]).lower()
+    model = re.sub(r"[^a-z0-9]+", "-", device).strip("-")[:40]
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return settings.cache_folder() / "bench" / f"{model}-{stamp}.json"
 
@@ -210,10 +197,8 @@ def tune(
 ) -> str:
     """Measure the keys of the selected cases and remember the choices; returns what was learned, a line a key, and their sum."""
     where = pick_device(device)
-    chosen = suites.cases(
-        suites.Selection(where.type, quick, tuple(ops), tuple(sizes), tuple(dtypes))
-    )
-    cases = [c for c in chosen if c.category != "transfer"]
+    wanted = suites.Selection(where.type, quick, tuple(ops), tuple(sizes), tuple(dtypes))
+    cases = [c for c in suites.cases(wanted) if c.category != "transfer"]
     total = Learned()
     if where.type == "cuda":
         with torch.no_grad():
@@ -239,17 +224,11 @@ def choices(plans: Sequence[Plan]) -> str:
     for plan in plans:
         us = {e.candidate: e.device_us for e in plan.evidence if e.status == "measured"}
         ours, theirs = us.get(plan.captured), us.get(EAGER)
-        lines.append(
-            [
-                plan.eager,
-                "" if plan.captured == plan.eager else plan.captured,
-                *("" if t is None else f"{t:.2f}" for t in (ours, theirs)),
-                f"{theirs / ours:.2f}" if ours and theirs else "",
-                str(len(us)),
-                str(sum(e.status == "refused" for e in plan.evidence)),
-                plan.key.text,
-            ]
-        )
+        captured = "" if plan.captured == plan.eager else plan.captured
+        times = ["" if t is None else f"{t:.2f}" for t in (ours, theirs)]
+        ratio = f"{theirs / ours:.2f}" if ours and theirs else ""
+        counts = [str(len(us)), str(sum(e.status == "refused" for e in plan.evidence))]
+        lines.append([plan.eager, captured, *times, ratio, *counts, plan.key.text])
     return aligned(lines, [True, True, *[False] * 5, True])
 
 

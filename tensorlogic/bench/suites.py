@@ -20,13 +20,8 @@ SIZES: dict[str, tuple[Sides, Sides]] = {  # category -> sizes on any device, an
 }
 QUICK: dict[str, dict[str, Sides]] = {
     "cpu": {"matmul": (64, 256, 512), "fusion": (128, 512), "flat": (K, M), "batch": (1, 8, 64)},
-    "gpu": {
-        "matmul": (128, 1024, 4096),
-        "fusion": (128, 1024, 4096),
-        "flat": (K, M, 128 * M),
-        "batch": (1, 8, 64, 512),
-    },
-}
+    "gpu": {"matmul": (128, 1024, 4096), "fusion": (128, 1024, 4096), "flat": (K, M, 128 * M), "batch": (1, 8, 64, 512)},
+}  # fmt: skip
 DTYPES = ("f16", "bf16", "f32")
 SERVED = {"linear_residual_relu": "linear", "requests": "linear"}  # operation -> the op of its keys
 
@@ -87,9 +82,8 @@ def _cases(s: Selection) -> Iterator[Case]:
     for detail in TRANSFERS[s.device]:
         if _wanted(s, "transfer", "transfer"):
             for size in _sizes(s, "transfer"):
-                yield Case(
-                    "transfer", "transfer", size, (s.dtypes or ("f16",))[0], s.device, detail
-                )
+                dtype = (s.dtypes or ("f16",))[0]
+                yield Case("transfer", "transfer", size, dtype, s.device, detail)
     for recipe in fused:
         yield from _of(s, recipe.category, recipe.op)
     yield from _of(s, "batch", "requests")

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from .result_file import Row
 
-Cell = Callable[[Row], str]
-
 
 @dataclass(frozen=True)
 class Column:
     """A heading and what stands under it."""
 
     head: str
-    cell: Cell
+    cell: Callable[[Row], str]
     left: bool = False
     essential: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -13,27 +14,37 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
-from ..system.package import FOLDER
+from ..system.package import FOLDER, installed
 
 if TYPE_CHECKING:
     from ..system.settings import Variable
-    from . import doctor_cpu as cli_doctor_cpu
+    from .doctor_cpu import Compared
 
 DISTRIBUTION = "tensorlogic-engine"
 OLDEST_TORCH = (2, 11)
 OPTIONAL = {  # distribution -> module, what it is for
     "quack-kernels": ("quack", "QuACK's kernels as candidates on Hopper and Blackwell GPUs"),
     "liger-kernel": ("liger_kernel", "Liger's kernels as candidates"),
-    "nvmath-python": (
-        "nvmath",
-        "cuBLASLt's epilogues (linear with residual in one call) on NVIDIA GPUs",
-    ),
+    "nvmath-python": ("nvmath", "cuBLASLt's epilogues (linear with residual in one call) on NVIDIA GPUs"),
     "rich": ("rich", "coloured tables and progress bars"),
     "cyclopts": ("cyclopts", "this command line"),
     "matplotlib": ("matplotlib", "plots in reports"),
     "jinja2": ("jinja2", "HTML reports"),
-}
+}  # fmt: skip
+NO_KERNEL = "GPU ops are PyTorch's own: no fused kernel of ours runs"
+NO_CPU_KERNEL = "no fused CPU kernels of ours"
+# what an older version left in the package's folder: its folders, and what lies beside them or the libraries of ours
+GONE = ("program", "shipped", "trying")
+OURS = (
+    "__init__.py",
+    "__main__.py",
+    "libtensorlogic_native.",
+    "libtensorlogic_hooks-",
+    "tensorlogic_calls-",
+)
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,14 @@ class Finding:
     cost: str = ""
 
 
+def check(about: str, missing: str | None, good: str, cost: str, lack: str = "lacks") -> Finding:
+    """What was found, or where something is missing why, and the cost or the remedy."""
+    return Finding(lack, about, missing, cost) if missing else Finding("ok", about, good)
+
+
 def examine() -> list[Finding]:
     """Look at everything."""
-    return [f for part in (_package, _rivals, _torch, _optional, _settings) for f in part()]
+    return [f for part in (_package, _torch, _optional, _settings) for f in part()]
 
 
 def report(findings: Iterable[Finding]) -> str:
@@ -61,32 +77,44 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def _package() -> Iterator[Finding]:
-    version = _version(DISTRIBUTION)
-    where = os.path.abspath(FOLDER)
-    found = f"{version} at {where}" if version else f"running from {where}, not installed"
-    yield Finding(
-        "ok" if version else "note",
-        "TensorLogic",
-        found,
-        "" if version else "`pip install .` gives the command `tensorlogic` everywhere",
-    )
+    version, where = installed(DISTRIBUTION), os.path.abspath(FOLDER)
+    missing = None if version else f"running from {where}, not installed"
+    remedy = "`pip install .` gives the command `tensorlogic` everywhere"
+    yield check("TensorLogic", missing, f"{version} at {where}", remedy, "note")
+    if version and (other := _installed()).resolve() != FOLDER.resolve():
+        found = f"the installed one is {other}, the imported one {where}"
+        yield Finding("note", "two folders", found, "`pip install -e .` where the imported one lies, or start elsewhere")  # fmt: skip
+    for path in _left_over():
+        found = f"{path} is none of this version's: it was left by an older one"
+        yield Finding("note", "a file left over", found, f"delete it: `rm -r {path}`")
     yield Finding("ok", "Python", f"{platform.python_version()} on {platform.platform()}")
-
-
-def _rivals() -> Iterator[Finding]:
-    """Other distributions that provide a module of our name: whichever comes first on the path is imported."""
+    # whichever distribution comes first on the path is imported
     owners = importlib.metadata.packages_distributions().get("tensorlogic", [])
     for name in sorted(set(owners) - {DISTRIBUTION}):
-        yield Finding(
-            "broken",
-            "another tensorlogic",
-            f"the distribution {name} also installs a module named tensorlogic",
-            f"keep one of them: `pip uninstall {name}`, then install {DISTRIBUTION} again",
-        )
+        found = f"the distribution {name} also installs a module named tensorlogic"
+        remedy = f"keep one of them: `pip uninstall {name}`, then install {DISTRIBUTION} again"
+        yield Finding("broken", "another tensorlogic", found, remedy)
+
+
+def _installed() -> Path:
+    """The package's folder as it was installed: the source folder where that is editable."""
+    known = importlib.metadata.distribution(DISTRIBUTION)
+    origin = json.loads(known.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        return Path(url2pathname(urlparse(origin["url"]).path)) / "tensorlogic"
+    return Path(str(known.locate_file("tensorlogic")))
+
+
+def _left_over() -> list[Path]:
+    """Sources and libraries that a move or an update has left; compiled files alone (`__pycache__`) do no harm."""
+    known = [p for end in ("*.py", "*.so", "_native/*.so") for p in FOLDER.glob(end)]
+    files = [p for p in known if not p.name.startswith(OURS)]
+    folders = [FOLDER / name for name in GONE if any((FOLDER / name).rglob("*.py"))]
+    return sorted([*files, *folders])
 
 
 def _torch() -> Iterator[Finding]:
-    version = _version("torch")
+    version = installed("torch")
     if version is None or importlib.util.find_spec("torch") is None:
         yield Finding("broken", "PyTorch", "not installed", "nothing runs: `pip install torch`")
         return
@@ -96,13 +124,9 @@ def _torch() -> Iterator[Finding]:
         )
         return
     yield Finding("ok", "PyTorch", version)
-    if _wrong():  # without which nothing of ours can be imported
-        return
-    yield from _devices()
-    yield from _triton()
-    yield from _native()
-    yield from _slow()
-    yield from _store()
+    if not _wrong():  # otherwise nothing of ours can be imported
+        for part in (_devices, _triton, _native, _slow, _store):
+            yield from part()
 
 
 def _devices() -> Iterator[Finding]:
@@ -114,9 +138,8 @@ def _devices() -> Iterator[Finding]:
     cpu = environment(torch.device("cpu"))
     yield Finding("ok", "CPU", f"{cpu.device}, {cpu.driver}, {cpu.threads} threads")
     if reason := onednn.onednn_available("cpu"):
-        yield Finding(
-            "lacks", "oneDNN", reason, "float32 linear layers on this CPU are about half as fast"
-        )
+        cost = "float32 linear layers on this CPU are about half as fast"
+        yield Finding("lacks", "oneDNN", reason, cost)
     for index in range(torch.cuda.device_count()):
         gpu = environment(torch.device("cuda", index))
         major, minor = torch.cuda.get_device_capability(index)
@@ -125,11 +148,8 @@ def _devices() -> Iterator[Finding]:
         yield from _apple()
     elif not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        why = (
-            f"PyTorch is built for {built}, but sees no device: is a driver installed?"
-            if built
-            else "this build of PyTorch is for CPUs"
-        )
+        why = f"PyTorch is built for {built}, but sees no device: is a driver installed?"
+        why = why if built else "this build of PyTorch is for CPUs"
         yield Finding("lacks", "GPU", why, "everything runs on the CPU")
 
 
@@ -143,13 +163,8 @@ def _apple() -> Iterator[Finding]:
     gpu = environment(torch.device("mps"))
     memory = torch.mps.recommended_max_memory() / 2**30
     yield Finding("ok", "GPU", f"{gpu.device}, {gpu.driver}, {memory:.0f} GiB for it at most")
-    reason = metal_launch.missing()
-    yield Finding(
-        "lacks" if reason else "ok",
-        "Metal shaders",
-        reason or "compile here; each is checked on every key before it is timed",
-        "GPU ops are PyTorch's own: no fused kernel of ours runs" if reason else "",
-    )
+    good = "compile here; each is checked on every key before it is timed"
+    yield check("Metal shaders", metal_launch.missing(), good, NO_KERNEL)
 
 
 def _triton() -> Iterator[Finding]:
@@ -157,65 +172,36 @@ def _triton() -> Iterator[Finding]:
 
     from ..system.hardware import triton_missing
 
-    wanted = _wanted_triton()
-    reason, version = triton_missing(), _version("triton")
-    if reason is not None:
-        cost = (
-            "GPU ops are PyTorch's own: no fused kernel of ours runs"
-            if torch.cuda.is_available()
-            else "no cost without an NVIDIA or AMD GPU"
-        )
-        yield Finding("lacks" if torch.cuda.is_available() else "note", "Triton", reason, cost)
-    elif (
-        wanted
-        and version
-        and not wanted.startswith(f"=={version}")
-        and f"=={version}" not in wanted
-    ):
-        yield Finding(
-            "note",
-            "Triton",
-            f"{version}; this PyTorch asks for {wanted}",
-            "kernels may fail to compile; a candidate that fails is refused and PyTorch serves",
-        )
-    else:
-        yield Finding("ok", "Triton", version or "installed")
+    gpu, version, wanted = torch.cuda.is_available(), installed("triton"), _wanted_triton()
+    other = bool(wanted and version) and f"=={version}" not in str(wanted)
+    if reason := triton_missing():
+        cost = NO_KERNEL if gpu else "no cost without an NVIDIA or AMD GPU"
+        yield Finding("lacks" if gpu else "note", "Triton", reason, cost)
+        return
+    missing = f"{version}; this PyTorch asks for {wanted}" if other else None
+    cost = "kernels may fail to compile; a candidate that fails is refused and PyTorch serves"
+    yield check("Triton", missing, version or "installed", cost, "note")
 
 
 def _wanted_triton() -> str | None:
     """The requirement that PyTorch states, if any ("==3.7.1")."""
-    for line in importlib.metadata.requires("torch") or ():
-        name = line.partition(";")[0]
-        if name.strip().startswith("triton"):
-            return name.strip().removeprefix("triton").strip(" ()")
-    return None
+    lines = [line.partition(";")[0].strip() for line in importlib.metadata.requires("torch") or ()]
+    wanted = (w.removeprefix("triton").strip(" ()") for w in lines if w.startswith("triton"))
+    return next(wanted, None)
 
 
 def _native() -> Iterator[Finding]:
     from ..native import cpu_library
 
-    compiler = os.environ.get("CXX") or next(
-        (c for c in ("g++", "clang++", "c++") if shutil.which(c)), None
+    names = [os.environ.get("CXX")] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    compiler = next((path for c in names if c and (path := shutil.which(c))), None)
+    cost = "the native CPU library cannot be built here; a wheel brings it built"
+    yield check("C++ compiler", None if compiler else "none found", str(compiler), cost, "note")
+    cost = (
+        f"{NO_CPU_KERNEL}: half precision and element-wise work on the CPU are several times slower"
     )
-    if compiler and shutil.which(compiler):
-        yield Finding("ok", "C++ compiler", str(shutil.which(compiler)))
-    else:
-        yield Finding(
-            "note",
-            "C++ compiler",
-            "none found",
-            "the native CPU library cannot be built here; a wheel brings it built",
-        )
-    reason = cpu_library.available()
-    if reason is None:
-        yield Finding("ok", "native CPU library", f"instruction set {cpu_library.isa()}")
-    else:
-        yield Finding(
-            "lacks",
-            "native CPU library",
-            reason,
-            "no fused CPU kernels of ours: half precision and element-wise work on the CPU are several times slower",
-        )
+    good = f"instruction set {cpu_library.isa()}"
+    yield check("native CPU library", cpu_library.available(), good, cost)
 
 
 def _slow() -> Iterator[Finding]:
@@ -225,15 +211,8 @@ def _slow() -> Iterator[Finding]:
     from . import doctor_cpu as cli_doctor_cpu
 
     yield Finding("ok", "CPU arithmetic", cli_doctor_cpu.features())
-    reason = hook_ops.available()
-    yield Finding(
-        "note" if reason else "ok",
-        "hooks",
-        reason or "built for this PyTorch",
-        "enable(pool=True) is refused, guards of enable() are Python functions, pooled outputs cannot grow by resize_"
-        if reason
-        else "",
-    )
+    cost = "enable(pool=True) is refused, guards of enable() are Python functions, pooled outputs cannot grow by resize_"
+    yield check("hooks", hook_ops.available(), "built for this PyTorch", cost, "note")
     if missing := cpu_library.calls_available():
         yield Finding("note", "compiled calls", missing, "a call costs a microsecond more")
     on = enable.enabled()
@@ -241,12 +220,10 @@ def _slow() -> Iterator[Finding]:
         yield _work(c, on)
 
 
-def _work(c: cli_doctor_cpu.Compared, on: bool) -> Finding:
+def _work(c: Compared, on: bool) -> Finding:
     """One kind of work: what PyTorch alone does badly, and what is worse when enabled."""
-    if c.state == "worse":
-        return Finding("note", c.work, c.text, c.cure)
-    bad = c.state == "slow" and not on
-    return Finding("note" if bad else "ok", c.work, c.text, c.remedy if bad else "")
+    bad = c.state == "worse" or (c.state == "slow" and not on)
+    return check(c.work, c.text if bad else None, c.text, c.cure, "note")
 
 
 def _store() -> Iterator[Finding]:
@@ -258,12 +235,10 @@ def _store() -> Iterator[Finding]:
     folder = settings.cache_folder()
     why = _unwritable(next((p for p in (folder, *folder.parents) if p.exists()), folder))
     if why is not None:
-        yield Finding(
-            "lacks",
-            "plan store",
-            f"{folder} cannot be written: {why}",
-            f"measurements are lost at exit: set {settings.CACHE_DIR.name} to a folder that can be",
+        cost = (
+            f"measurements are lost at exit: set {settings.CACHE_DIR.name} to a folder that can be"
         )
+        yield Finding("lacks", "plan store", f"{folder} cannot be written: {why}", cost)
         return
     kind = "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device("cuda" if torch.cuda.is_available() else kind)
@@ -285,11 +260,10 @@ def _unwritable(folder: Path) -> str | None:
 
 def _optional() -> Iterator[Finding]:
     for name, (module, purpose) in OPTIONAL.items():
-        version = _version(name)
-        if version is None or importlib.util.find_spec(module) is None:
-            yield Finding("note", name, "not installed", f"optional: {purpose}")
-        else:
-            yield Finding("ok", name, version)
+        version = installed(name)
+        absent = version is None or importlib.util.find_spec(module) is None
+        missing = "not installed" if absent else None
+        yield check(name, missing, str(version), f"optional: {purpose}", "note")
 
 
 def _settings() -> Iterator[Finding]:
@@ -298,28 +272,16 @@ def _settings() -> Iterator[Finding]:
     from ..system import settings
 
     wrong = _wrong()
-    whole = not wrong and _version("torch") is not None
+    whole = not wrong and installed("torch") is not None
     for variable in settings.VARIABLES:
-        value = variable.read()
-        if variable.name in wrong:
-            cost = f"no command runs, and devices were not looked at: unset {variable.name}"
-            yield Finding("broken", variable.name, wrong[variable.name], cost)
-        elif whole and value is not None and variable is settings.LOCKFILE:
-            yield _lockfile(variable.name, value)
-        elif whole and value is not None and variable in settings.NATIVE:
-            yield _chosen(variable, value)
+        name, value = variable.name, variable.read()
+        if name in wrong:
+            cost = f"no command runs, and devices were not looked at: unset {name}"
+            yield Finding("broken", name, wrong[name], cost)
         elif value is not None:
-            yield Finding("note", variable.name, value)
-
-
-def _chosen(variable: Variable, value: str) -> Finding:
-    """Of the variables that say which native library serves, and by which instructions."""
-    from ..native import cpu_library
-
-    if cpu_library.misled() is not variable:
-        return Finding("note", variable.name, value)
-    cost = f"no fused CPU kernels of ours: unset {variable.name}"
-    return Finding("broken", variable.name, str(cpu_library.available()), cost)
+            reason, words = _unusable(variable) if whole else (None, "")
+            cost = f"{words}: unset {name}"
+            yield Finding("broken", name, reason, cost) if reason else Finding("note", name, value + words)  # fmt: skip
 
 
 def _wrong() -> dict[str, str]:
@@ -329,24 +291,22 @@ def _wrong() -> dict[str, str]:
     return {name: str(problem) for name, problem in settings.wrong().items()}
 
 
-def _lockfile(name: str, value: str) -> Finding:
+def _unusable(variable: Variable) -> tuple[str | None, str]:
+    """Why what a variable names cannot be used, and what that costs; or None, and what is in it."""
+    from ..native import cpu_library
     from ..plans import lockfile
     from ..system import settings
 
-    path = settings.lockfile()
-    assert path is not None
+    if variable in settings.NATIVE and cpu_library.misled() is variable:
+        return cpu_library.available(), NO_CPU_KERNEL
+    path = settings.lockfile() if variable is settings.LOCKFILE else None
+    if path is None:
+        return None, ""
     try:
         count = sum(1 for _ in lockfile.load_lockfile(path).plans())
     except (OSError, ValueError) as problem:
-        return Finding("broken", name, str(problem), f"no operation of ours runs: unset {name}")
-    return Finding("note", name, f"{value}: {count} plans; other keys use torch.eager")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return str(problem), "no operation of ours runs"
+    return None, f": {count} plans; other keys use torch.eager"
 
 
 def main() -> int:

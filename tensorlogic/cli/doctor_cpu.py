@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..core.policy import measuring
 from ..cpu_overrides import enable
@@ -15,6 +16,7 @@ from ..native import cpu_library
 from ..native import hook_ops as native_hook_ops
 
 CPU = torch.device("cpu")
+Call = Callable[[], object]
 WORTH = 1.5  # times faster from which PyTorch's way is called bad
 WORSE = 1.03  # times slower from which ours is
 GUARD = "enabled, this is slower here: PyTorch serves it, behind a guard that costs this much"
@@ -35,24 +37,24 @@ class Compared:
     chosen: str = ""  # who serves it when enabled, and by what evidence
 
     @property
-    def gain(self) -> float:
-        return self.pytorch_s / self.enabled_s
-
-    @property
     def state(self) -> str:
         """ "slow": PyTorch alone is; "worse": what is enabled is slower beyond doubt; "even"."""
-        return "slow" if self.gain >= WORTH else "worse" if self.least > WORSE else "even"
+        slow = self.pytorch_s / self.enabled_s >= WORTH
+        return "slow" if slow else "worse" if self.least > WORSE else "even"
 
     @property
     def cure(self) -> str:
-        """What helps where what is enabled is slower."""
-        return TUNE if self.chosen else GUARD
+        """What helps."""
+        return self.remedy if self.state == "slow" else TUNE if self.chosen else GUARD
 
     @property
     def text(self) -> str:
         """The times in words."""
         by = f", by {self.chosen}" if self.chosen else ""
-        return f"PyTorch {self.pytorch_s:.6f} s, repaired {self.enabled_s:.6f} s: {self.gain:.2f} times{by}"
+        gain = self.pytorch_s / self.enabled_s
+        return (
+            f"PyTorch {self.pytorch_s:.6f} s, repaired {self.enabled_s:.6f} s: {gain:.2f} times{by}"
+        )
 
 
 def features() -> str:
@@ -74,13 +76,11 @@ def compared() -> Iterator[Compared]:
     row, weight = torch.randn(1024).half(), torch.randn(1024, 1024).half()
     x, filters = torch.randn(1, 32, 28, 28).half(), torch.randn(32, 32, 3, 3).half()
     q = torch.randn(1, 4, 128, 64).half()
-    works: dict[str, Callable[[], object]] = {
+    works: dict[str, Call] = {
         "float16 product 384x384x384": lambda: a @ b,
         "float16 vector x matrix 1024": lambda: row @ weight,
         "float16 convolution 32 channels": lambda: torch.conv2d(x, filters),
-        "float16 attention 4x128x64": lambda: torch.nn.functional.scaled_dot_product_attention(
-            q, q, q
-        ),
+        "float16 attention 4x128x64": lambda: F.scaled_dot_product_attention(q, q, q),
         "bfloat16 product 384x384x384": lambda: a.bfloat16() @ b.bfloat16(),
     }
     was = enable.enabled()
@@ -99,20 +99,21 @@ def compared() -> Iterator[Compared]:
 def _fresh() -> Compared:
     """An output of 64 MiB: from PyTorch's allocator, whose pages are new each time, and from the pool."""
     big, add = torch.ones(16 << 20), cpu_library.op("add")
-    remedy = (
-        "tensorlogic's own functions take outputs from the pool; tensorlogic.enable(pool=True) for all"
-        if native_hook_ops.available() is None
-        else "tensorlogic's own functions take outputs from the pool; or preload tcmalloc"
+    wide = (
+        "or preload tcmalloc"
+        if native_hook_ops.available()
+        else "tensorlogic.enable(pool=True) for all"
     )
+    remedy = f"tensorlogic's own functions take outputs from the pool; {wide}"
     return _pair("a fresh output of 64 MiB", lambda: big + big, lambda: add(big, big), remedy)
 
 
-def _chosen(call: Callable[[], object]) -> str:
+def _chosen(call: Call) -> str:
     """The candidate that serves a call while enabled, and where the choice comes from; "" where PyTorch's own does."""
     return "; ".join(f"{e.eager} ({e.source})" for e in explain(call))
 
 
-def _alone(call: Callable[[], object]) -> Callable[[], object]:
+def _alone(call: Call) -> Call:
     def run() -> object:
         with native_hook_ops.suspended():
             return call()
@@ -120,14 +121,8 @@ def _alone(call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def _pair(
-    work: str,
-    pytorch: Callable[[], object],
-    ours: Callable[[], object],
-    remedy: str,
-    chosen: str = "",
-) -> Compared:
-    calls = {"pytorch": [pytorch], "ours": [ours]}
+def _pair(work: str, pytorch: Call, ours: Call, remedy: str, chosen: str = "") -> Compared:
+    calls: dict[str, list[Call]] = {"pytorch": [pytorch], "ours": [ours]}
     samples = timer.device_samples(calls, CPU, BUDGET_S, rounds=9)
     _, least, _ = samples.ratio("ours", "pytorch")
     alone, repaired = (samples.median(name) / 1e6 for name in calls)

@@ -30,23 +30,20 @@ def ended(run: Callable[[], object]) -> int:
             code = run()
         sys.stdout.flush()
     except (Problem, Wrong) as problem:
-        return _refused(str(problem))
+        return _say(str(problem), REFUSED)
     except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone: `| head`
-        _discard()
-        return UNREAD
-    except SystemExit as stop:
-        if not isinstance(stop.__context__, BrokenPipeError):  # what rich makes of one
+        return _say("interrupted", INTERRUPTED)
+    except (BrokenPipeError, SystemExit) as stop:  # whoever read our output has gone: `| head`
+        if not isinstance(stop.__context__ if isinstance(stop, SystemExit) else stop, BrokenPipeError):  # fmt: skip
             raise
         _discard()
         return UNREAD
     except OSError as problem:
         why = _unwritable()
-        if why is not None:
-            _discard()
-        return _refused(str(problem) if why is None else f"the output cannot be written: {why}")
+        if why is None:
+            return _say(str(problem), REFUSED)
+        _discard()
+        return _say(f"the output cannot be written: {why}", REFUSED)
     return code if isinstance(code, int) else DONE
 
 
@@ -72,15 +69,11 @@ def _heard() -> Iterator[None]:
             timer.cancel()
 
 
-def _refused(text: str) -> int:
-    _say(text)
-    return REFUSED
-
-
-def _say(text: str) -> None:
+def _say(text: str, code: int) -> int:
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # the exit code says it, too
             sys.stderr.write(f"tensorlogic: {text}\n")
+    return code
 
 
 def _unwritable() -> str | None:

@@ -276,7 +276,7 @@ def try_(
         why = screen.lost(trial, known, margin)
         say(f"verified: {why or 'the gain holds'}")
         return FOUND if why else DONE
-    screen.save(trial, record)
+    say(screen.save(trial, record))
     return FOUND if trial.failure or not trial.agree else DONE
 
 

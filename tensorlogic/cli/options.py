@@ -14,29 +14,16 @@ PLAIN = Parameter(negative=(), show_default=False)
 EPILOGUE = "Exit codes: 0 done; 1 a finding (regression, lockfile that does not hold, something broken); 2 a request or file that cannot be served; 130 interrupted."
 
 
+MANY = "repeat, or separate by commas"
 Names = tuple[str, ...]
-Ops = Annotated[
-    Names, Parameter("--op", help="operation or category; repeat, or separate by commas")
-]
-Sizes = Annotated[
-    Names,
-    Parameter(
-        "--size", help="side of matrices, or number of elements: 512, 10K; repeat, or commas"
-    ),
-]
-Dtypes = Annotated[
-    Names, Parameter("--dtype", help="f16, bf16, f32; repeat, or separate by commas")
-]
-Device = Annotated[
-    str | None,
-    Parameter("--device", help="cpu, cuda, cuda:N or mps; the best one here if not given"),
-]
-Margin = Annotated[
-    float,
-    Parameter(
-        "--margin", show_default=True, help="relative slowdown that is tolerated: 0.05 is 5 %"
-    ),
-]
+Ops = Annotated[Names, Parameter("--op", help=f"operation or category; {MANY}")]
+SIZES = f"side of matrices, or number of elements: 512, 10K; {MANY}"
+Sizes = Annotated[Names, Parameter("--size", help=SIZES)]
+Dtypes = Annotated[Names, Parameter("--dtype", help=f"f16, bf16, f32; {MANY}")]
+DEVICES = "cpu, cuda, cuda:N or mps; the best one here if not given"
+Device = Annotated[str | None, Parameter("--device", help=DEVICES)]
+SLOWER = "relative slowdown that is tolerated: 0.05 is 5 %"
+Margin = Annotated[float, Parameter("--margin", show_default=True, help=SLOWER)]
 
 
 def split(values: Sequence[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,9 +123,7 @@ def verify_plans(path: Path, *, margin: Margin = 0.1) -> int:
     ]
     if shown:
         say(aligned([["state", "candidate", "key", ""], *shown], [True] * 4))
-    counts: dict[str, int] = {}
-    for f in findings:
-        counts[f.state] = counts.get(f.state, 0) + 1
+    counts = Counter(f.state for f in findings)
     say(f"{path}: " + (", ".join(f"{n} {state}" for state, n in counts.items()) or "no plans"))
     return FOUND if any(f.bad for f in findings) else DONE
 

@@ -142,6 +142,12 @@ class Key:
         """The tensor of that parameter, None when the call has none."""
         return self.tensors[self.names.index(name)]
 
+    def present(self, name: str) -> TensorSpec:
+        """The tensor of a parameter that every call of the op has."""
+        spec = self.spec(name)
+        assert spec is not None, name
+        return spec
+
     def flag(self, name: str) -> Any:
         """The value of that flag; KeyError when the op has none of that name."""
         return dict(self.flags)[name]

@@ -36,6 +36,12 @@ class Param:
         return self.kind != "flag"
 
 
+# what a gradient's functions are given, and what is kept
+Needs = tuple[bool, ...]
+Args = tuple[Any, ...]
+Kept = tuple[saved_tensors.Kept, ...]
+
+
 @dataclass(frozen=True)
 class Gradient:
     """How an op's gradients are had: what forward keeps, and the backward formula on it (which calls backward ops).
@@ -44,14 +50,8 @@ class Gradient:
     read for those gradients; backward(flags, which, what was kept, scalars, dy) gives a gradient or None for each tensor.
     """
 
-    save: Callable[
-        [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], Outputs],
-        tuple[saved_tensors.Kept, ...],
-    ]
-    backward: Callable[
-        [SimpleNamespace, tuple[bool, ...], tuple[Any, ...], tuple[Any, ...], Tensor],
-        tuple[Tensor | None, ...],
-    ]
+    save: Callable[[SimpleNamespace, Needs, Args, Outputs], Kept]
+    backward: Callable[[SimpleNamespace, Needs, Args, Args, Tensor], Outputs]
     # which of what is kept serves one backward pass only; later ones find None there
     once: int | None = None
     # dy is read more than once, or by whole rows: it gets memory of its own where elements share it

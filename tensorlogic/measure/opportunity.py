@@ -40,6 +40,11 @@ class Opportunity:
         )
 
 
+def level(share: float) -> str:
+    """The priority of a share of the time."""
+    return LEVELS[0 if share >= HIGH else 1 if share >= MEDIUM else 2]
+
+
 def time_text(us: float) -> str:
     """Microseconds with a fitting unit."""
     if us >= 1e6:

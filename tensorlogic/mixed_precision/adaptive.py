@@ -26,9 +26,10 @@ from ..kernels.mixed_precision.data_statistics import Statistics
 from ..native import call_extension
 from ..plans import open_stores
 from . import error_statistics
-from .candidate_order import GUARD_US, REST, UNLIKELY, form_of, order, unguarded, wide
+from .candidate_order import GUARD_US, REST, UNLIKELY, order, unguarded, wide
 from .error_statistics import Known
-from .product_sites import Place, places, plain, watchable
+from .number_formats import form_of
+from .product_sites import Place, sited, watchable
 
 LOG = logging.getLogger("tensorlogic")
 # how much worse rows that were not looked at may be than those that were
@@ -65,9 +66,14 @@ class Held:
         return self.error * self.margin > self.rtol
 
     @cached_property
+    def exact(self) -> bool:
+        """Whether no way is more accurate."""
+        return form_of(self.candidate.id) == "f64"
+
+    @cached_property
     def unbroken(self) -> bool:
         """Whether no way is more accurate and only data that cancel thousands of times more could leave the budget."""
-        return form_of(self.candidate) == "f64" and self.error * self.margin * UNLIKELY < self.rtol
+        return self.exact and self.error * self.margin * UNLIKELY < self.rtol
 
     @property
     def steady(self) -> bool:
@@ -87,13 +93,8 @@ class Held:
         then, room = self.statistics, self.room
         highest = math.inf if then.high > 1000 else 2.0 ** (then.high + data_statistics.DRIFT)
         lowest = 2.0 ** (then.low - self.drift)
-        return (
-            then.cancels / 64,
-            then.cancels * room,
-            lowest,
-            highest,
-            data_statistics.FAINT[torch.float32],
-        )
+        faint = data_statistics.FAINT[torch.float32]
+        return (then.cancels / 64, then.cancels * room, lowest, highest, faint)
 
     def covers(self, now: Statistics) -> bool:
         """Whether the measured error still tells of data with these statistics."""
@@ -152,7 +153,7 @@ class Adaptive:
                 outs = held.launch(*dynamic)
             else:
                 outs, known = fused(*dynamic)
-            known = known or (self.certain and form_of(held.candidate) == "f64")
+            known = known or (self.certain and held.exact)
             if self._kept(held, dynamic, outs, known):
                 return outs
         outs = self._choose(dynamic)
@@ -172,11 +173,8 @@ class Adaptive:
 
     def direct(self) -> Any:
         """The same past Python's layers, (*dynamic) -> the output; None where calls are not compiled or another device judges them."""
-        if (
-            self.device.type != "cpu"
-            or self.op.internal
-            or (module := call_extension.module()) is None
-        ):
+        module = None if self.device.type != "cpu" or self.op.internal else call_extension.module()
+        if module is None:
             return None
         if self.guarded is None:
             self.guarded = module.Guarded(self._asked)
@@ -244,12 +242,11 @@ class Adaptive:
 
     def _watch(self, held: Held, dynamic: Sequence[Any], outs: Outputs) -> Any:
         """What has the device judge the next calls; None where the host must."""
-        certain = self.certain and form_of(held.candidate) == "f64"
-        if not watchable(self.key) or certain or not held.steady:
+        if not watchable(self.key) or (self.certain and held.exact) or not held.steady:
             return None
-        products, held.places = plain(self._parts(dynamic), outs), places(self.op, self.key, outs)
-        if products is None or len(held.places) != len(products):
+        if (found := sited(self.op, self.key, dynamic, outs)) is None:
             return None
+        products, held.places = found
         from ..kernels.mixed_precision.guard_recompute import Seen, Watch, works
         from . import guarded_cuda  # needs Triton, as looking does
 
@@ -258,21 +255,19 @@ class Adaptive:
         seen = [Seen.of(*product) for product in products]
         watch = Watch(held.statistics, held.room, seen, self.device, self.rtol, held.drift)
         way = (held.candidate.id, held.config)
-        held.quick = guarded_cuda.launcher(
-            self.op, self.key, self.device, way, products, held.places, outs, watch
-        )
+        about = (products, held.places, outs, watch)
+        held.quick = guarded_cuda.launcher(self.op, self.key, self.device, way, *about)
         return watch
 
     def _fuse(self, held: Held, dynamic: Sequence[Any], outs: Outputs) -> Any:
         """What computes and looks at the next calls in one; None where that is two things."""
         if self.device.type != "cpu" or not held.steady:
             return None
-        products, found = plain(self._parts(dynamic), outs), places(self.op, self.key, outs)
-        if products is None or len(found) != len(products):
+        if (found := sited(self.op, self.key, dynamic, outs)) is None:
             return None
         from . import guarded_cpu
 
-        return guarded_cpu.launcher(held.candidate.id, dynamic, products, found, outs, held.limits)
+        return guarded_cpu.launcher(held.candidate.id, dynamic, *found, outs, held.limits)
 
     def _warn(self, held: Held) -> None:
         times = held.error / self.rtol
@@ -313,7 +308,7 @@ class Adaptive:
                 # what float64, which it was measured against, may be off; and no luck with the
                 # digits
                 if now.usable:
-                    ordinary = error_statistics.likely(form_of(candidate), parts, outs, cancels)
+                    ordinary = error_statistics.likely(form_of(candidate.id), parts, outs, cancels)
                     error = max(error, 2.0**-53 * max(1.0, cancels), ordinary)
                     now = replace(now, cancels=min(now.cancels, scatter(outs) * cancels))
                 remember(self.key, self.device, Known(candidate.id, candidate.source, error, now))
@@ -322,9 +317,8 @@ class Adaptive:
 
     def _remembered(self, candidate: Candidate, now: Statistics) -> Known | None:
         for known in reversed(recall(self.key, self.device)):
-            if (known.candidate, known.source) == (candidate.id, candidate.source) and now.like(
-                known.statistics
-            ):
+            same = (known.candidate, known.source) == (candidate.id, candidate.source)
+            if same and now.like(known.statistics):
                 return known
         return None
 

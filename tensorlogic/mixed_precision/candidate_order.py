@@ -12,6 +12,7 @@ from ..core.op import Op
 from ..plans import open_stores
 from ..plans.plan import Plan
 from .error_statistics import UNITS
+from .number_formats import form_of
 from .product_sites import eager_us, watchable
 
 # what looking at a call's data takes: learned as it is done
@@ -39,7 +40,7 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
     for candidate in op.known:
         if candidate is eager or candidate.unfit(key) is not None:
             continue
-        if UNITS[form_of(candidate)] > HOPELESS * rtol:
+        if UNITS[form_of(candidate.id)] > HOPELESS * rtol:
             continue
         us, alone, config = _expected(op, candidate, key, plan)
         looks = guard * _looks(candidate, key, rtol)
@@ -52,7 +53,7 @@ def order(op: Op, key: Key, device: torch.device, rtol: float) -> list[tuple[Can
 def _looks(candidate: Candidate, key: Key, rtol: float) -> float:
     """The share of calls whose data are looked at while a way serves ordinary ones: of float64 where results are as wide, and the
     budget leaves it room, few."""
-    if form_of(candidate) != "f64":
+    if form_of(candidate.id) != "f64":
         return 1.0
     if unguarded(key, rtol):
         return 0.0
@@ -73,11 +74,6 @@ def unguarded(key: Key, rtol: float) -> bool:
     # whose results may be too small for it
     narrow = dtypes <= {"f16", "bf16", "f32", "c64"} and dtypes != {"f16"}
     return narrow and rtol >= RESOLVED
-
-
-def form_of(candidate: Candidate) -> str:
-    """The form of numbers of a way."""
-    return "f64" if candidate.id == EAGER else candidate.id.split(".")[1].partition("_")[0]
 
 
 def _expected(

@@ -114,9 +114,8 @@ def _called(
                 handle, made, one, at_w + w_step, a, at_x + x_step, b, beta, to, c, to, d, algo, scratch, most, queue
             )  # fmt: skip
             if status:
-                raise RuntimeError(
-                    f"cublasLtMatmul failed with status {status} on {kept[0][0].spec}"
-                )
+                spec = kept[0][0].spec
+                raise RuntimeError(f"cublasLtMatmul failed with status {status} on {spec}")
 
     return run
 
@@ -131,15 +130,15 @@ def _algorithm(product: gemm_cublaslt._Product, rank: int) -> Any:
 
 @dataclass
 class Prepared:
-    """product(rank, a, b) by what `make` gives for operands that lie like these; in float64 where the library does not take them."""
+    """product(a, b, rank) by what `make` gives for operands that lie like these; in float64 where the library does not take them."""
 
     make: Callable[[int, Tensor, Tensor], Run]
     runs: dict[Any, Run] = field(default_factory=dict)
 
-    def __call__(self, rank: int, a: Tensor, b: Tensor) -> Tensor:
-        return self.run(rank, a, b)(a, b)
+    def __call__(self, a: Tensor, b: Tensor, rank: int = 0) -> Tensor:
+        return self.run(a, b, rank)(a, b)
 
-    def run(self, rank: int, a: Tensor, b: Tensor) -> Run:
+    def run(self, a: Tensor, b: Tensor, rank: int) -> Run:
         """What serves operands that lie like these; it only allocates and starts kernels, but in float64."""
         where = (
             rank, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, (a.data_ptr() | b.data_ptr()) & (ALIGN - 1),
@@ -206,41 +205,38 @@ class Planes:
 
     def made(self, a: Tensor, b: Tensor) -> Made:
         """For operands that lie like these; one of this dtype is its only plane."""
-        if len(self.left) == 1 and self.dtype in (a.dtype, b.dtype):
-            return self._one(a, b)
-        a_turned, a_laid, a_shape = split_planes._laid(a, self.left, False)
-        b_turned, b_laid, b_shape = split_planes._laid(b, self.right, True)
-        kinds = (*split_planes.names(a, b), NAMES[self.dtype])
-        bits, device, dtype = split_planes.aligned(a, b), a.device, self.dtype
-        start = split_planes._split(kinds, (a_laid, b_laid), self.lift, bits, device)
+        dtype, device, given = self.dtype, a.device, (a, b)
+        several = len(self.left) > 1 or dtype not in (a.dtype, b.dtype)
+        written = [i for i, t in enumerate(given) if several or t.dtype != dtype]
+        laid = [split_planes._laid(t, p, d) for t, p, d in ((a, self.left, False), (b, self.right, True))]  # fmt: skip
+        read = [given[i] for i in written]
+        kinds, bits = (*split_planes.names(*read), NAMES[dtype]), split_planes.aligned(*read)
+        start = split_planes._split(kinds, tuple(laid[i][1] for i in written), self.lift, bits, device)  # fmt: skip
         empty = allocator(device)
+        a_shape, b_shape = laid[0][2], laid[1][2]
 
-        def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
             x, w = empty(a_shape, dtype), empty(b_shape, dtype)
             _started(start(a, b, x, w, flag(device)))
             return x, w
 
-        ends = (*_ends(a_turned, a_shape), *_ends(b_turned, b_shape))
-        return Made(make, (a_turned, b_turned), ends)
+        def left(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            x = empty(a_shape, dtype)
+            _started(start(a, x, flag(device)))
+            return x, b
 
-    def _one(self, a: Tensor, b: Tensor) -> Made:
-        first = a.dtype != self.dtype  # which is to be written
-        pattern, given = (self.left, a) if first else (self.right, b)
-        turned, laid, shape = split_planes._laid(given, pattern, not first)
-        bits, device, dtype = split_planes.aligned(given), a.device, self.dtype
-        kinds = (*split_planes.names(given), NAMES[dtype])
-        start = split_planes._split(kinds, (laid,), self.lift, bits, device)
-        empty = allocator(device)
+        def right(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            w = empty(b_shape, dtype)
+            _started(start(b, w, flag(device)))
+            return a, w
 
-        def make(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-            x = empty(shape, dtype)
-            _started(start(a if first else b, x, flag(device)))
-            return (x, b) if first else (a, x)
-
-        ends, other = _ends(turned, shape), b.stride() if first else a.stride()
-        left, right = (ends, other) if first else (other, ends)
-        strides = (left[0], left[1], right[0], right[1])
-        return Made(make, (turned and first, turned and not first), strides, split_planes.aligned(b if first else a))  # fmt: skip
+        make = both if len(written) == 2 else right if written == [1] else left
+        turned = (0 in written and laid[0][0], 1 in written and laid[1][0])
+        ends = [_ends(laid[i][0], laid[i][2]) if i in written else t.stride() for i, t in enumerate(given)]  # fmt: skip
+        kept = [t for i, t in enumerate(given) if i not in written]
+        align = split_planes.aligned(*kept) if kept else ALIGN
+        (a_row, a_column), (b_row, b_column) = ends
+        return Made(make, turned, (a_row, a_column, b_row, b_column), align)
 
 
 def _ends(turned: bool, shape: tuple[int, int]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Ways to compute a product on a CPU: our own kernels in float32, PyTorch's in float64, float32 and halves, int8 slices."""
+"""Ways to compute a product on a CPU: our own kernels in float32, PyTorch's in float64, float32 and halves."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from torch import Tensor
 from ..core.key import Key
 from ..kernels.cpu import cost_model
 from ..kernels.cpu import register as cpu_register
-from ..kernels.mixed_precision.data_statistics import CREST
 from ..native import cpu_library
 from . import error_statistics, number_formats
 from .number_formats import Way, single, wide
 
 BLOCK = 512  # rows and columns narrowed at a time
-STEPS = 127  # of an int8 slice, to either side
 # binary exponent of peaks beside which float32 still has smaller numbers
 LOWEST = -100
-# elements of a sum of int8 products that surely fit into 32 bits
-DEEPEST = 1 << 16
 
 
 def cpu(device: str) -> str | None:
@@ -59,16 +55,16 @@ def ieee() -> bool:
     return torch.get_float32_matmul_precision() == "highest" and chosen in ("none", "ieee")
 
 
-def narrowed(product: number_formats.Product, a: Tensor, b: Tensor) -> Tensor:
-    """A float32 product of float64 operands, of which only a block at a time exists in float32."""
+def narrowed(a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's float32 product of float64 operands, of which only a block at a time exists in float32."""
     m, n = a.shape[-2], b.shape[-1]
     if a.dim() != 2 or b.dim() != 2 or max(m, n) <= BLOCK:
-        return product(single(a), single(b))
+        return torch.matmul(single(a), single(b))
     c = torch.empty(m, n, dtype=torch.float32, device="cpu")
     for j in range(0, n, BLOCK):
         right = single(b[:, j : j + BLOCK])
         for i in range(0, m, BLOCK):
-            c[i : i + BLOCK, j : j + BLOCK] = product(single(a[i : i + BLOCK]), right)
+            c[i : i + BLOCK, j : j + BLOCK] = torch.matmul(single(a[i : i + BLOCK]), right)
     return c
 
 
@@ -80,21 +76,17 @@ def native_f32(a: Tensor, b: Tensor) -> Tensor:
 def torch_f32(a: Tensor, b: Tensor) -> Tensor:
     """PyTorch's float32 product; under switches that lower it, our own, or float64."""
     if not ieee():
-        return (
-            kept(native_f32, a, b)
-            if cpu_library.available() is None
-            else number_formats.in_f64(a, b)
-        )
+        ours = cpu_library.available() is None
+        return kept(native_f32, a, b) if ours else number_formats.in_f64(a, b)
     if torch.float64 in (a.dtype, b.dtype):
-        return _kept(narrowed(torch.matmul, a, b), a, b)
+        return _kept(narrowed(a, b), a, b)
     return torch.matmul(single(a), single(b))
 
 
 def _kept(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """c, or the product in float64 where rows or columns beyond float32's range have spoilt c, or vanished in it."""
-    return (
-        c if number_formats.finite(c) and not _vanishing(a, b, c) else number_formats.in_f64(a, b)
-    )
+    good = number_formats.finite(c) and not _vanishing(a, b, c)
+    return c if good else number_formats.in_f64(a, b)
 
 
 def _vanishing(a: Tensor, b: Tensor, c: Tensor) -> bool:
@@ -144,36 +136,33 @@ def kept(product: number_formats.Product, a: Tensor, b: Tensor) -> Tensor:
     return _kept(c, a, b) if torch.float64 in (a.dtype, b.dtype) else c
 
 
-def _f16(product: number_formats.Product, a: Tensor, b: Tensor) -> Tensor:
-    """Rows of a and columns of b scaled by powers of two so that neither they nor their product leave float16's range."""
+def row_scale(t: Tensor, dim: int, top: float) -> Tensor:
+    """Powers of two [.., 1, ..] that bring the largest element along `dim` to `top` / 2 .. `top`; 1 for a row of zeros."""
+    largest = t.abs().amax(dim, keepdim=True).to(torch.float64)
+    exponent = torch.frexp(torch.where(largest == 0, top, largest)).exponent
+    return torch.exp2(math.log2(top) - exponent.to(torch.float64))
+
+
+def torch_f16(a: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's float16 product of rows of a and columns of b scaled by powers of two so that neither they nor it leave its range."""
     top = 2.0 ** ((15 - int(math.log2(max(a.shape[-1], 1))) - 1) // 2)
     scales: list[Tensor] = []
     halves: list[Tensor] = []
     for t, dim in ((a, -1), (b, -2)):
         if t.dtype != torch.float16 and t.numel():
-            scale = number_formats.row_scale(t, dim, top)
+            scale = row_scale(t, dim, top)
             if not _moderate(scale):
                 return number_formats.in_f64(a, b)
             scales.append(scale)
-            t = (wide(t) * scale if t.dtype == torch.float64 else t * scale.to(torch.float32)).to(
-                torch.float16
-            )
+            t = wide(t) * scale if t.dtype == torch.float64 else t * scale.to(torch.float32)
         halves.append(t.to(torch.float16))
-    c = product(halves[0], halves[1])
+    c = torch.matmul(*halves)
     if not number_formats.finite(c):
         return number_formats.in_f64(a, b)
+    double = torch.float64 in (a.dtype, b.dtype)
     for scale in scales:
-        c = (
-            wide(c) / scale
-            if torch.float64 in (a.dtype, b.dtype)
-            else single(c) / scale.to(torch.float32)
-        )
+        c = wide(c) / scale if double else single(c) / scale.to(torch.float32)
     return c
-
-
-def torch_f16(a: Tensor, b: Tensor) -> Tensor:
-    """PyTorch's float16 product of scaled operands."""
-    return _f16(torch.matmul, a, b)
 
 
 def parts_of(id: str) -> int | None:
@@ -189,73 +178,16 @@ def native_f16(a: Tensor, b: Tensor) -> Tensor:
     return kept(partial(in_parts, 2), a, b)
 
 
-def slices(t: Tensor, dim: int, count: int) -> tuple[list[Tensor], Tensor]:
-    """t as int8 slices, each 254 times finer, of rows scaled to their largest element; and the scale of each row."""
-    largest = t.abs().amax(dim, keepdim=True)
-    scale = torch.where(largest == 0, 1, largest / STEPS)
-    rest, found = t / scale, []
-    for i in range(count):
-        whole = rest.round()
-        found.append(whole.to(torch.int8))
-        if i + 1 < count:
-            rest = (rest - whole) * (2 * STEPS)
-    return found, scale
-
-
 def _moderate(scale: Tensor) -> bool:
     """Whether scales are finite and can be multiplied with each other and with sums."""
     low, high = torch.aminmax(scale)
     return bool((low > 2.0**-60) & (high < 2.0**60))
 
 
-def _even(t: Tensor, dim: int, count: int) -> bool:
-    """Whether no element along `dim` is so large that int8 steps of its size leave the others too few."""
-    low, high = torch.aminmax(t, dim=dim)
-    peak, norm = torch.maximum(-low, high), torch.linalg.vector_norm(t, dim=dim)
-    most = CREST["int8" if count == 1 else "int8x3"] / math.sqrt(t.shape[dim])
-    return bool((peak <= most * norm).all())
-
-
-def int8(count: int, a: Tensor, b: Tensor) -> Tensor:
-    """Exact products of int8 slices: of `count` slices each, those pairs whose orders add up to less than `count`."""
-    if a.dtype != torch.float64 and b.dtype != torch.float64:
-        a, b = single(a), single(b)
-    if not (_even(a, -1, count) and _even(b, -2, count)):
-        return number_formats.in_f64(a, b)
-    left, scale_a = slices(a, -1, count)
-    right, scale_b = slices(b, -2, count)
-    if not (_moderate(scale_a) and _moderate(scale_b)):
-        return number_formats.in_f64(a, b)
-    depth = a.shape[-1]
-    beside, below = torch.cat(left, -1), torch.cat(right[::-1], -2)
-    c: Tensor | None = None
-    for order in reversed(range(count)):  # the finest first
-        whole = torch._int_mm(
-            beside[:, : (order + 1) * depth], below[(count - 1 - order) * depth :]
-        )
-        part = whole.to(a.dtype)
-        c = part if c is None else part.add_(c, alpha=1 / (2 * STEPS))
-    assert c is not None
-    return c.mul_(scale_a).mul_(scale_b)
-
-
-def _int8_serves(count: int) -> Callable[[Key], str | None]:
-    def serves(key: Key) -> str | None:
-        deepest = max(n for t in key.tensors if t is not None for n in t.shape)
-        if deepest * count > DEEPEST:
-            return "sums of int8 products could leave 32 bits"
-        if any(t is not None and 0 in t.shape for t in key.tensors):
-            return "an operand is empty"
-        return None
-
-    return serves
-
-
 def _tiled(device: str) -> str | None:
     """None where our own kernels multiply in tiles."""
-    if (reason := cpu_register.cpu_only(device)) is not None:
-        return reason
-    return None if own_tiles() else "the native library multiplies without tiles"
+    tiled = "the native library multiplies without tiles"
+    return cpu_register.cpu_only(device) or (None if own_tiles() else tiled)
 
 
 def _steps(device: str) -> str | None:
@@ -271,29 +203,20 @@ def _f16_only(key: Key) -> str | None:
     return None if key.precision == "f16" else "cpu.bf16x3, or without tiles cpu.f32, is the same"
 
 
-def _speed(form: str) -> float:
-    """Multiply-adds a microsecond and thread."""
-    if tiles():
-        return {"bf16": 250e3, "int8": 500e3}[form]
-    return 120e3 if "vnni" in cost_model.features() else 25e3
-
-
-def _rate(
-    per_us: float | str, passes: float, call: float, share: float = 1.0
-) -> Callable[[int, int, int, str], float]:
+def _rate(per_us: float, passes: float, call: float) -> Callable[[int, int, int, str], float]:
     """Expected time from multiply-adds a microsecond and thread, passes over the operands, and a call's cost."""
 
     def us(m: int, n: int, k: int, dtype: str) -> float:
         work = m * n * k
-        speed = share * (_speed(per_us) if isinstance(per_us, str) else per_us)
         moved = (m * k + k * n + m * n) * passes * cost_model.PASS
-        return call + (work / speed + moved) / cost_model.threads(work)
+        return call + (work / per_us + moved) / cost_model.threads(work)
 
     return us
 
 
-def _f32_us(m: int, n: int, k: int, dtype: str) -> float:
-    return cost_model.native_us(m, n, k, "f32", False)
+def _native_us(dtype: str, share: float = 1.0) -> Callable[[int, int, int, str], float]:
+    """That of our own kernels in one dtype, or a share of it."""
+    return lambda m, n, k, _: share * cost_model.native_us(m, n, k, dtype, False)
 
 
 def _torch_f32_us(m: int, n: int, k: int, dtype: str) -> float:
@@ -308,7 +231,7 @@ def _narrowing_us(m: int, n: int, k: int) -> float:
 
 def _torch_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
     if tiles():
-        return _rate("bf16", 2, 12)(m, n, k, dtype)
+        return _rate(250e3, 2, 12)(m, n, k, dtype)
     return cost_model.torch_us(m, n, k, "bf16", False) + _narrowing_us(m, n, k)
 
 
@@ -320,31 +243,19 @@ def _native_bf16_us(m: int, n: int, k: int, dtype: str) -> float:
 
 
 def _native_f16_us(m: int, n: int, k: int, dtype: str) -> float:
-    return (_rate(220e3, 0.3, 8) if own_tiles() else _f32_us)(m, n, k, dtype)
-
-
-def _i16_us(m: int, n: int, k: int, dtype: str) -> float:
-    return 0.65 * cost_model.native_us(m, n, k, "f32", False)
+    return (_rate(220e3, 0.3, 8) if own_tiles() else _native_us("f32"))(m, n, k, dtype)
 
 
 def found() -> list[Way]:
     """Every way on a CPU, in the order in which ties are broken."""
     library = (cpu_register.LIBRARY,)
     return [
-        Way("torch.f32", "f32", torch_f32, _torch_f32_us, cpu),
-        Way("cpu.f32", "f32", native_f32, _f32_us, cpu_register.cpu_only, unwatched=partial(kept, native_f32), sources=library),
-        Way("torch.f16", "f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
-        Way("cpu.f16", "f16", native_f16, _native_f16_us, cpu_register.cpu_only, _f16_only, sources=library),
-        Way("torch.bf16", "bf16", torch_bf16, _torch_bf16_us, cpu),
-        Way("cpu.bf16", "bf16", native_bf16, _native_bf16_us, cpu_register.cpu_only, sources=library),
-        Way("cpu.bf16x3", "bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
-        Way("cpu.i16", "i16", native_i16, _i16_us, _steps, sources=library),
-        *(
-            Way(
-                name, name.split(".")[1], partial(int8, count),
-                _rate("int8", 5 * count, 60 * count, 2 / (count * (count + 1))),
-                cpu, _int8_serves(count), matrices=True,
-            )
-            for name, count in (("torch.int8", 1), ("torch.int8x3", 2))
-        ),
+        Way("torch.f32", torch_f32, _torch_f32_us, cpu),
+        Way("cpu.f32", native_f32, _native_us("f32"), cpu_register.cpu_only, unwatched=partial(kept, native_f32), sources=library),
+        Way("torch.f16", torch_f16, _rate(60e3, 6, 60), half_hardware),
+        Way("cpu.f16", native_f16, _native_f16_us, cpu_register.cpu_only, _f16_only, sources=library),
+        Way("torch.bf16", torch_bf16, _torch_bf16_us, cpu),
+        Way("cpu.bf16", native_bf16, _native_bf16_us, cpu_register.cpu_only, sources=library),
+        Way("cpu.bf16x3", partial(in_parts, 2), _rate(220e3, 0.3, 8), _tiled, sources=library),
+        Way("cpu.i16", native_i16, _native_us("f32", 0.65), _steps, sources=library),
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from ..kernels.mixed_precision.guard_recompute import Watch
 from ..kernels.triton_runtime import launch_plan
 from . import number_formats
 from .cublaslt_sequence import flag
-from .product_sites import Place, alone, places, plain
+from .product_sites import Place, alone, sited
 
 
 def launcher(
@@ -33,7 +33,7 @@ def launcher(
         return None
     if any(out is not None and out.dim() != 2 for out in outs):
         return None
-    runs = [found.run(rank, left, right) for left, right, _ in products]
+    runs = [found.run(left, right, rank) for left, right, _ in products]
     ends = [_rounded(out, device) for _, _, out in products]
 
     def launch(*given: Any) -> Outputs:
@@ -57,13 +57,8 @@ class Quick:
     def __init__(
         self, op: Op, key: Key, config: Config, device: torch.device, id: str, launch: Launcher
     ) -> None:
-        self.op, self.key, self.device, self.way, self.launch = (
-            op,
-            key,
-            device,
-            (id, config),
-            launch,
-        )
+        self.op, self.key, self.device = op, key, device
+        self.way, self.launch = (id, config), launch
         self.quick: Launcher | None = None
         self.tried = not alone(key)
 
@@ -75,17 +70,10 @@ class Quick:
         # a kernel that is loaded while a graph is captured would spoil it
         if not self.tried and outs is not None and split_planes.stream(self.device) >= 0:
             self.tried = True
-            self.quick = self._made(dynamic, outs)
+            found = sited(self.op, self.key, dynamic, outs)
+            about = (self.op, self.key, self.device, self.way)
+            self.quick = None if found is None else launcher(*about, *found, outs, None)
         return outs
-
-    def _made(self, dynamic: Sequence[Any], outs: Outputs) -> Launcher | None:
-        op, key = self.op, self.key
-        assert op.measure is not None
-        found = places(op, key, outs)
-        products = plain(op.measure(*op.full(key, dynamic)), outs)
-        if products is None or len(found) != len(products):
-            return None
-        return launcher(op, key, self.device, self.way, products, found, outs, None)
 
 
 def _rounded(out: Tensor, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.candidate import EAGER
 from ..core.key import Key
 from .error_statistics import UNITS
 
@@ -30,8 +31,7 @@ class Way:
     """One form of numbers on one engine; `us(m, n, k, dtype)` is its expected time in microseconds."""
 
     id: str
-    form: str
-    product: Product
+    product: Callable[..., Tensor]  # also of rank=..., where there are several
     us: Callable[[int, int, int, str], float]
     available: Callable[[str], str | None] = anywhere
     serves: Callable[[Key], str | None] = anywhere
@@ -39,11 +39,20 @@ class Way:
     # right only where somebody looks at the data, as for "adaptive"
     guarded: bool = False
     unwatched: Product | None = None  # in its place where no guard looks at the data
-    ranked: Callable[..., Tensor] | None = None  # product(rank, a, b), where there are several
     ranks: int = 1
-    #: run(rank, a, b): the product of real matrices that lie like these in float32, where that only allocates and starts kernels; or None
-    run: Callable[[int, Tensor, Tensor], Product | None] | None = None
+    #: run(a, b, rank): the product of real matrices that lie like these in float32, where that only allocates and starts kernels; or None
+    run: Callable[[Tensor, Tensor, int], Product | None] | None = None
     sources: tuple[Any, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """The form of numbers."""
+        return form_of(self.id)
+
+
+def form_of(id: str) -> str:
+    """The form of numbers of a candidate."""
+    return "f64" if id == EAGER else id.split(".")[1].partition("_")[0]
 
 
 def coarse(form: str, key: Key) -> float:
@@ -104,13 +113,6 @@ def by_parts(product: Product) -> Product:
         return torch.complex(c[..., :n].contiguous(), c[..., n:].contiguous())
 
     return run
-
-
-def row_scale(t: Tensor, dim: int, top: float) -> Tensor:
-    """Powers of two [.., 1, ..] that bring the largest element along `dim` to `top` / 2 .. `top`; 1 for a row of zeros."""
-    largest = t.abs().amax(dim, keepdim=True).to(torch.float64)
-    exponent = torch.frexp(torch.where(largest == 0, top, largest)).exponent
-    return torch.exp2(math.log2(top) - exponent.to(torch.float64))
 
 
 def finite(c: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,19 +29,8 @@ def precise(
 ) -> Op:
     """Give `op` its counterpart under precision policies, whose torch.eager is the reference in float64."""
     sources = (sys.modules[module], sys.modules[__name__], number_formats)
-    made = Op(
-        reference=op.reference,
-        flops=op.flops,
-        traffic=op.traffic,
-        sample=op.sample,
-        scalars=op.scalars,
-        normal=op.normal,
-        gradient=op.gradient,
-        outputs=op.outputs,
-        internal=op.internal,
-        measure=measure,
-        listed=False,
-    )
+    kept = ("reference", "flops", "traffic", "sample", "scalars", "normal", "gradient", "outputs", "internal")  # fmt: skip
+    made = Op(**{name: getattr(op, name) for name in kept}, measure=measure, listed=False)
     op.precise = made
     made.add(Candidate(EAGER, bind=_in_f64(op, made, composed), sources=sources, trusted=True))
     for way in formats_cpu.found():
@@ -63,18 +51,11 @@ def add(op: Op, way: Way, composed: Composed, sizes: Sizes, sources: tuple[Any, 
     WAYS[way.id] = way
     op.add(
         Candidate(
-            way.id,
-            bind=_ranked(op, composed, way),
-            supports=partial(_supports, way),
-            configs=partial(_configs, way),
-            available=way.available,
-            sources=(*sources, *way.sources),
-            guess=partial(_guess, way, sizes),
-            coarse=partial(number_formats.coarse, way.form),
-            background=True,
-            trusted=True,
+            way.id, bind=_ranked(op, composed, way), supports=partial(_supports, way), configs=partial(_configs, way),
+            available=way.available, sources=(*sources, *way.sources), guess=partial(_guess, way, sizes),
+            coarse=partial(number_formats.coarse, way.form), background=True, trusted=True,
         )
-    )
+    )  # fmt: skip
 
 
 def _in_f64(
@@ -100,8 +81,8 @@ def _ranked(
         product = way.product
         if way.unwatched is not None and key.precision != "adaptive":
             product = way.unwatched
-        if way.ranked is not None:
-            product = partial(way.ranked, int(config["rank"]))
+        if way.ranks > 1:
+            product = partial(product, rank=int(config["rank"]))
         launch = op.closer(partial(composed, number_formats.by_parts(product)), *key_flags(key))
         if way.run is None or key.device != "cuda":
             return launch
@@ -113,7 +94,7 @@ def _ranked(
 
 
 def _configs(way: Way, key: Key) -> list[Config]:
-    return [{}] if way.ranked is None else [{"rank": rank} for rank in range(way.ranks)]
+    return [{"rank": rank} for rank in range(way.ranks)] if way.ranks > 1 else [{}]
 
 
 def _supports(way: Way, key: Key) -> str | None:
@@ -163,6 +144,3 @@ def widest(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex64 if dtype == torch.complex32 else dtype
     return dtype if dtype == torch.float64 else torch.float32
-
-
-__all__ = ["add", "as_operand", "as_result", "precise", "replace", "widest"]

@@ -72,6 +72,15 @@ def plain(
     return found or None
 
 
+def sited(
+    op: Op, key: Key, dynamic: Sequence[Any], outs: Outputs
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[Place]] | None:
+    """(left, right, out) and the place of every product of a call; None where one is not of matrices that are arguments, or not alone."""
+    assert op.measure is not None
+    products, found = plain(op.measure(*op.full(key, dynamic)), outs), places(op, key, outs)
+    return None if products is None or len(found) != len(products) else (products, found)
+
+
 def watchable(key: Key) -> bool:
     """Whether a GPU can judge and mend: a product of real matrices of a size it can look at, and nothing around it."""
     tensors = [t for t in key.tensors if t is not None]
@@ -95,8 +104,6 @@ def alone(key: Key) -> bool:
 
 
 EAGER_RATE = {"cpu": 5e4, "cuda": 5e7}  # operations a microsecond in float64, until some were timed
-
-
 EAGER_HOST_US = {False: 14.0, True: 40.0}  # of a caller's thread, by whether operands are widened
 
 

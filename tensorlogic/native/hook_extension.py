@@ -32,7 +32,7 @@ def _load() -> str | None:
     if not path.exists():
         return (
             f"{path.name} is not built: it belongs to one version of PyTorch; "
-            f"`python tools/build_library_files.py` in a source checkout builds it for the installed one"
+            f"`python tools/build_native.py` in a source checkout builds it for the installed one"
         )
     if path.name in library_files.stale():
         return f"the hooks {path.name} were built from other sources than these: {library_files.rebuilding()}"

@@ -28,7 +28,7 @@ from .softmax_cross_entropy import joint_backward as _together  # noqa: F401  is
 from . import precision_composition  # noqa: F401  isort: skip  of the ops above
 
 # files beside the ops that register candidates with several of them
-CANDIDATES = {"cpu": (), "cuda": ("shared_candidates", "shared_precision"), "mps": ()}
+CANDIDATES = {"cpu": (), "cuda": ("shared_precision",), "mps": ()}
 candidate_loading.FOLDERS += [
     (
         linear,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..mixed_precision import formats_cuda, formats_quantized, precise_op
+from ..mixed_precision import formats_cuda, precise_op
 
 precise_op.extend(formats_cuda.found(), formats_cuda.__name__)
-precise_op.extend(formats_quantized.found(), formats_quantized.__name__)

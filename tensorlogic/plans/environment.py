@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 import re
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ..system import hardware
+from ..system.package import installed
 
 # of plan files; part of their names, so that versions do not meet in one file
 SCHEMA = 1
@@ -95,23 +95,16 @@ def _environment(kind: str, index: int, threads: int) -> Environment:
         model, driver = hardware.cpu(), torch.backends.cpu.get_cpu_capability()
     else:
         model, driver = hardware.apple_gpu(), f"macOS {platform.mac_ver()[0]}"
-    found = [(name, _version(name)) for name in UNDERLYING] if kind == "cuda" else []
+    found = [(name, installed(name)) for name in UNDERLYING] if kind == "cuda" else []
     return Environment(
         device=model,
         kind=kind,
         driver=driver,
         torch=str(torch.__version__),
-        triton=_version("triton"),
+        triton=installed("triton"),
         libraries=tuple(f"{name} {version}" for name, version in found if version is not None),
         threads=threads,
     )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def digest(value: Any) -> str:

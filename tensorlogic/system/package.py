@@ -9,10 +9,14 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1]  # `tensorlogic/`
 
 
+def installed(distribution: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def version() -> str:
     """Of the installed distribution, or of the checkout."""
-    try:
-        return importlib.metadata.version("tensorlogic-engine")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        found: str = sys.modules["tensorlogic"].__version__
-        return found
+    return installed("tensorlogic-engine") or str(sys.modules["tensorlogic"].__version__)

@@ -16,7 +16,7 @@ from tensorlogic.cli import main
 from ..support.bench import (
     held,
     made,
-    run,  # the fixture
+    run,
 )
 from ..support.bench import tiny as tiny  # a fixture
 

@@ -33,7 +33,7 @@ from ..support.bench import (
     TINY,
     held,
     made,
-    run,  # the fixture
+    run,
 )
 from ..support.bench import tiny as tiny  # a fixture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ import sys, types
 package = types.ModuleType("tensorlogic")
 package.__path__ = [{path!r}]
 sys.modules["tensorlogic"] = package
-from tensorlogic.cli.main.main import main
+from tensorlogic.cli.main import main
 code = main({tokens!r})
 assert "torch" not in sys.modules, "help imports PyTorch"
 sys.exit(code)
@@ -317,7 +318,7 @@ def test_doctor_measures_what_pytorch_does_badly(monkeypatch: pytest.MonkeyPatch
         again = {f.about: f for f in doctor.examine()}
         assert enable.enabled()
         assert all(
-            f.cost in ("", doctor_cpu.TUNE)
+            f.cost in ("", doctor_cpu.TUNE, doctor_cpu.GUARD)
             for name, f in again.items()
             if name.startswith("float16")
         )
@@ -353,9 +354,39 @@ def test_doctor_names_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip uninstall tensorlogic" in found[0].cost
 
 
+def test_doctor_names_what_an_older_version_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and libraries that a move left behind, and an installation of another folder than the imported one."""
+    here = tmp_path / "tensorlogic"
+    for name in (
+        "__init__.py", "front.py", "libold.so", "__pycache__/gone.cpython-311.pyc", "program/__pycache__/a.pyc",
+        "trying/look.py", "_native/libtensorlogic_native.so", "_native/libtensorlogic_hooks-2.13.0.so",
+        "_native/tensorlogic_calls-2.13.0.so", "_native/libtl_cpu.so", "ops/linear/__init__.py",
+    ):  # fmt: skip
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).touch()
+    monkeypatch.setattr(doctor, "FOLDER", here)
+
+    class Editable:
+        def read_text(self, name: str) -> str:
+            return json.dumps({"dir_info": {"editable": True}, "url": (tmp_path / "a b").as_uri()})
+
+    monkeypatch.setattr(doctor, "installed", lambda name: "0.1.0")
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Editable())
+    found = list(doctor._package())
+    left = [f.found.split(" ")[0] for f in found if f.about == "a file left over"]
+    assert left == [str(here / n) for n in ("_native/libtl_cpu.so", "front.py", "libold.so", "trying")]  # fmt: skip
+    (moved,) = (f for f in found if f.about == "two folders")
+    assert moved.found == f"the installed one is {tmp_path / 'a b' / 'tensorlogic'}, the imported one {here}"  # fmt: skip
+    assert all(f.state in ("ok", "note") for f in found)
+    (tmp_path / "a b").symlink_to(tmp_path)  # the same folder by another name
+    assert not [f for f in doctor._package() if f.about == "two folders"]
+
+
 def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else version(name))
+    version = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "torch" else version(name))
     found = {f.about: f for f in doctor.examine()}
     assert found["PyTorch"].state == "broken"
     assert "pip install torch" in found["PyTorch"].cost

@@ -194,7 +194,7 @@ def test_an_interrupt_that_python_drops_is_heard() -> None:
     """In a finalizer or a weak reference's callback a KeyboardInterrupt is printed and forgotten."""
     program = """
 import signal, time, weakref
-from tensorlogic.cli.main import exit_codes as exits
+from tensorlogic.cli import exit_codes as exits
 class Dropped: pass
 class Falls:
     def __del__(self): signal.raise_signal(signal.SIGINT)

@@ -24,6 +24,7 @@ from ..support.plans import (
     plan,
     put,  # the fixture
 )
+from ..support.plans import served as served  # a fixture
 
 
 def test_policies_nest_and_end(served: Served) -> None:

@@ -68,9 +68,9 @@ def _close(got: Tensor | None, want: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_norm_before_a_product_gives_what_it_made(dtype: torch.dtype, affine: bool) -> None:
     args = _operands(dtype, affine)
-    plan = cublaslt.describe(_key(args), "triton")
+    plan = cublaslt.after(_key(args), "triton")
     assert isinstance(plan, bind.Plan)
-    config = bind.configurations(plan)[0]["products"]
+    config = bind.configurations(plan)[0]
     launch = bind.launcher(LAYER_NORM_LINEAR, plan, config, DEVICE)
     x, gamma, beta, weight, bias = args
     assert x is not None
@@ -90,11 +90,11 @@ def test_only_cuda_keeps_them_and_only_for_backward() -> None:
     args = _operands()
     own = LAYER_NORM_LINEAR.key((*args, EPS, True), "forward")
     for key in (_key(args, save=False), replace(own, device="cpu"), replace(own, device="mps")):
-        plan = cublaslt.describe(key)
+        plan = cublaslt.after(key, "cublaslt")
         assert isinstance(plan, bind.Plan)
         assert plan.returns == ("y",)
-    assert "kept for backward" in str(triton.describe(_key(args)))
-    assert not isinstance(triton.describe(_key(args, save=False)), str)
+    assert "kept for backward" in str(triton.tiled(_key(args), "triton"))
+    assert not isinstance(triton.tiled(_key(args, save=False), "triton"), str)
 
 
 def test_the_plain_composition_declares_them_on_cuda() -> None:

@@ -22,6 +22,7 @@ from ..support.helpers import (
     r,  # the fixture
 )
 from ..support.helpers import enabled as enabled  # a fixture
+from ..support.helpers import served as served  # a fixture
 
 # name -> arguments and named arguments; the call is torch.<name>
 CALLS: dict[str, Callable[[torch.dtype], tuple[tuple[Tensor, ...], dict[str, Any]]]] = {

@@ -21,6 +21,7 @@ from ..support.helpers import (
     r,  # the fixture
 )
 from ..support.helpers import enabled as enabled  # a fixture
+from ..support.helpers import served as served  # a fixture
 
 
 def modules() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:

@@ -37,6 +37,7 @@ from ..support.plans import (
     toy,
 )
 from ..support.plans import nothing_measured as nothing_measured  # a fixture
+from ..support.plans import served as served  # a fixture
 
 TILES = {"products": ({"BLOCK_M": 64},)}
 

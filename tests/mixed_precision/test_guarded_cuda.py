@@ -22,12 +22,10 @@ from tensorlogic.kernels.mixed_precision import data_statistics, guard_recompute
 from tensorlogic.kernels.triton_runtime import launch_plan
 from tensorlogic.mixed_precision import error_statistics, formats_cuda, guarded_cuda, number_formats
 from tensorlogic.mixed_precision.product_sites import Place
-from tests.support.driver.standin import (
-    CPU,
-    Device,  # the fixture
-)
 
 from ..support.driver.cublaslt import Library
+from ..support.driver.standin import CPU, Device
+from ..support.driver.standin import device as device  # a fixture
 
 pytestmark = pytest.mark.skipif(
     cpu_library.calls_available() is not None, reason=str(cpu_library.calls_available())
@@ -52,7 +50,8 @@ def library(device: Device, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(gemm_cublaslt, "_workspace", lambda index, queue, size: torch.empty(size, dtype=torch.uint8))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    for product in formats_cuda._DIRECT.values():
+    made = (*formats_cuda._DIRECT.values(), *formats_cuda._ONE.values(), formats_cuda._F16X3)
+    for product in made:
         monkeypatch.setattr(product, "runs", {})
     for way in formats_cuda.found():  # as a GPU's first use does
         monkeypatch.setitem(number_formats.WAYS, way.id, way)

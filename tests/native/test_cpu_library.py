@@ -29,6 +29,7 @@ from ..support.native import (
     assert_ulps,
     ulps_of,
 )
+from ..support.native import ops as ops  # a fixture
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

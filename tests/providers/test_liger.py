@@ -18,7 +18,7 @@ from ..support.provider_fakes import (
     CPU,
     LABELS,
     half,
-    key,  # the fixture
+    key,
 )
 from ..support.provider_fakes import nothing_stays as nothing_stays  # a fixture
 

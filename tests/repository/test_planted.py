@@ -29,6 +29,7 @@ from ..support.plans import (
     inputs,
     reasons,
 )
+from ..support.plans import install as install  # a fixture
 
 FIVE = ("off_by_one_row", "stale_output", "f16_accumulation", "odd_sizes", "nan_in_one")
 

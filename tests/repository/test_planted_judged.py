@@ -22,6 +22,7 @@ from ..support.plans import (
     Install,
     inputs,  # the fixture
 )
+from ..support.plans import install as install  # a fixture
 
 
 def test_running_statistics_are_judged_as_well(install: Install) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .triton import DEVICE, GUARD, TORCH
 
-from tensorlogic.kernels.gemm import tiled  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.gemm import bind, tiled  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.kernels.gemm.spec import GemmSpec
 
 from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
@@ -183,7 +183,7 @@ def check(
     t["counter"] = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
     numbers = {"p": P, "eps": EPS, "seed_value": SEED, "offset_value": OFFSET}
     given = [t[name] if name in t else numbers[name] for name in tiled.gemm_arguments(spec, config)]
-    launch = tiled.gemm_launcher(spec, config, DEVICE)
+    launch = bind.gemm_launcher(spec, config, DEVICE)
     before = {name: beside(t[name]) for name in outputs}
     for _ in range(
         1 + (config["SPLIT"] > 1)

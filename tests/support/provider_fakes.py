@@ -113,12 +113,10 @@ def quack(folder: Path, version: str = "0.6.5", fault: str = "") -> None:
 def nothing_stays() -> Iterator[None]:
     """Candidates and modules of a test's packages are gone after it, and known ones are put aside meanwhile."""
     candidate_loading.ready("cpu")  # what is registered meanwhile stays for those who come later
-    aside = {
-        (op, id): c for op in OPS.values() for id, c in op.candidates.items() if of_an_adapter(id)
-    }
     kept = {op.name: dict(op.candidates) for op in OPS.values()}
-    for op, id in aside:
-        del op.candidates[id]
+    for op in OPS.values():
+        for id in filter(of_an_adapter, kept[op.name]):
+            del op.candidates[id]
     yield
     for op in OPS.values():
         op.candidates.clear()

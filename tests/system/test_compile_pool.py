@@ -23,6 +23,7 @@ from ..support.plans import (
     begun,
     finish,  # the fixture
 )
+from ..support.plans import job as job  # a fixture
 from ..support.plans import kept as kept  # a fixture
 from ..support.plans import nursed as nursed  # a fixture
 from ..support.plans import source as source  # a fixture

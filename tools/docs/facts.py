@@ -15,6 +15,10 @@ Document = dict[str, Any]
 GOAL = re.compile(r"(ok|MISS)\s+(.+?)\s{2,}(\S+) ?(\S*)\s+target ([≤≥]) (\S+)")
 # of being right: not shown
 CHECKS = ("error", "keeps its share", "leaves the parameters", "still gives")
+#: Ways to compute a product that result files have and the package has no more.
+GONE = {
+    "cublaslt.bf16x6", "cublaslt.fp8", "cublaslt.int8", "torch.int8", "torch.int8x3", "triton.f16_rounded", "triton.fp8", "triton.int8",
+}  # fmt: skip
 MODEL = re.compile(r"\s*(.+): ours (\d+) us\s+eager (\d+) us\s+compile (\d+) us")
 
 
@@ -127,13 +131,19 @@ def latency(result: Document) -> str:
     return f"{about}\n\n{table(('', *marks), rows)}"
 
 
+def without_gone(result: Document) -> Document:
+    """A result of `bench --suite precision` without the ways that are gone."""
+    parts = ("strategies", "adaptive")
+    return result | {p: [r for r in result[p] if r["way"] not in GONE] for p in parts}
+
+
 def budgets(result: Document) -> str:
     """Products within error budgets beside PyTorch's own of the same inputs, guard included (`bench --suite precision`). A loss is bold."""
     gpu = result["machine"]["gpu"]
     device, sizes = ("cuda", (1024, 4096)) if gpu else ("cpu", (512, 2048))
     found = {
         (r["rtol"], r["dtype"], r["size"]): r
-        for r in result["adaptive"]
+        for r in without_gone(result)["adaptive"]
         if r["device"] == device and r["size"] in sizes
     }
     kinds = sorted({key[1:] for key in found})

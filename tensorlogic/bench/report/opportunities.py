@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ...measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity
+from ...measure.opportunity import LEVELS, Opportunity, level
 from ..machine_limits import PRODUCTS, Floors
 from ..result_file import Results, Row
 from ..terminal.size_text import short
@@ -16,33 +16,26 @@ FASTER = 1.3  # what another dtype's products must be faster by
 TILE = 64 * 128  # outputs of one program of a product on a GPU
 ERF = "arithmetic between the loads: the error function of GELU"
 TANH = "`approximate='tanh'`, which is half the arithmetic, where the model allows it"
+EXP, KERNEL = (
+    "arithmetic between the loads: exponentials",
+    "none in this library yet; the gap is kernel work",
+)
 # operations that compute more than products and sums: cause, remedy, effort
 ARITHMETIC = {
     "gelu": (ERF, TANH, "low"),
     "gelu_linear": (
         "an activation between load and product: tanh for every tile that reads the input",
-        "let the product before it end in the GELU: `tensorlogic.linear(..., activation='gelu')`",
-        "medium",
-    ),
-    "softmax_cross_entropy": (
-        "arithmetic between the loads: exponentials",
-        "none in this library yet; the gap is kernel work",
-        "high",
-    ),
+        "let the product before it end in the GELU: `tensorlogic.linear(..., activation='gelu')`", "medium"),
+    "softmax_cross_entropy": (EXP, KERNEL, "high"),
     "attention_scores": (
-        "arithmetic between the loads: exponentials, and two sweeps over every row",
-        "`torch.nn.functional.scaled_dot_product_attention`, where only the attended values are needed",
-        "medium",
-    ),
+        f"{EXP}, and two sweeps over every row",
+        "`torch.nn.functional.scaled_dot_product_attention`, where only the attended values are needed", "medium"),
     "dropout_linear": (
         "random numbers drawn on the way, for every element",
-        "none while training; `training=False` where nothing is to be dropped",
-        "high",
-    ),
-}
+        "none while training; `training=False` where nothing is to be dropped", "high"),
+}  # fmt: skip
+PAGEABLE = "transfer of pageable memory"
 EPS = {"f16": 4.9e-4, "bf16": 3.9e-3, "f32": 6e-8}  # half the spacing at 1
-
-
 HEADS = ("priority", "what", "at", "above the floor", "up to", "likely cause", "remedy", "effort")
 
 
@@ -58,13 +51,8 @@ def found(results: Results) -> list[Opportunity]:
     for parts in ((_other_dtype, _launches, _transfers, _batches), (_gaps,)):
         some = [o for part in parts for o in part(results, floors) if o.above_us > 0]
         whole = sum(o.above_us for o in some)
-        every += [_ranked(o, whole) for o in some]
+        every += [replace(o, priority=level(o.above_us / whole)) for o in some]
     return sorted(every, key=lambda o: (LEVELS.index(o.priority), -o.above_us))
-
-
-def _ranked(o: Opportunity, whole: float) -> Opportunity:
-    share = o.above_us / whole
-    return replace(o, priority=LEVELS[0 if share >= HIGH else 1 if share >= MEDIUM else 2])
 
 
 def obtained(before: Iterable[Opportunity], old: Results, new: Results) -> list[tuple[str, ...]]:
@@ -108,69 +96,46 @@ def _gaps(results: Results, floors: Floors) -> Iterator[Opportunity]:
     """Rows far from their own floor, by operation and dtype."""
     launch = results.ceilings.launch_us.get("tensorlogic", 0.0) if results.kind == "cpu" else 0.0
     for (op, dtype), rows in _by(r for r in results.timed if r.category != "batch").items():
-        far = []
-        for row in rows:
-            floor = floors.us(row)
-            if floor is not None and row.median_us() > NEAR * (floor + launch):
-                far.append((row, row.median_us() - floor - launch))
+        known = [(r, floor + launch) for r in rows if (floor := floors.us(r)) is not None]
+        far = [(r, r.median_us() - us) for r, us in known if r.median_us() > NEAR * us]
         if far:
             worst = max(far, key=lambda pair: pair[1])[0]
             yield _made(f"{op} {dtype}", far, *_cause(worst, results))
 
 
 def _cause(row: Row, results: Results) -> tuple[str, str, str]:
-    """Likely cause, remedy and effort of a row's gap."""
-    best, speed = row.best_eager(), row.speed()
-    if best is not None and speed is not None and speed[2] < 0.95:
-        return (
+    """Likely cause, remedy and effort of a row's gap: the first that holds."""
+    best, speed = row.best_eager(), row.speed() or (1.0, 1.0, 1.0)
+    cpu, alone = results.kind == "cpu", row.candidate.startswith("torch.")
+    processors = (results.machine.get("gpu") or {}).get("multiprocessors") or 0
+    few = row.category in PRODUCTS and _outputs(row) / TILE < processors
+    causes: tuple[tuple[bool, tuple[str, str, str]], ...] = (
+        (speed[2] < 0.95, (
             f"PyTorch's `{best}` is {1 / speed[0]:.2f} times as fast",
-            "call PyTorch's there, or put more work into one call: ours costs more around the kernel",
-            "low",
-        )
-    if "widened" in row.candidate:
-        return (
+            "call PyTorch's there, or put more work into one call: ours costs more around the kernel", "low")),
+        ("widened" in row.candidate, (
             "conversion: half precision is widened to float32 and back",
-            "`tensorlogic.constant(weight)` keeps the widened copy; bfloat16 where the processor has it",
-            "low",
-        )
-    if ".after_" in row.candidate:
-        return (
+            "`tensorlogic.constant(weight)` keeps the widened copy; bfloat16 where the processor has it", "low")),
+        (".after_" in row.candidate, (
             "an extra pass over the input before the product",
-            "none in this library yet; the pass would have to become part of the product",
-            "high",
-        )
-    if row.candidate.startswith("torch.") and row.category == "fusion":
-        return (
+            "none in this library yet; the pass would have to become part of the product", "high")),
+        (alone and row.category == "fusion", (
             "extra passes over memory: no fused kernel won here",
-            "`tensorlogic.explain` says why each was refused; a kernel for this shape would have to be written",
-            "high",
-        )
-    processors = (results.machine.get("gpu") or {}).get("multiprocessors")
-    if processors and row.category in PRODUCTS and _outputs(row) / TILE < processors:
-        return (
+            "`tensorlogic.explain` says why each was refused; a kernel for this shape would have to be written", "high")),
+        (few, (
             f"low occupancy: fewer tiles than the {processors} multiprocessors",
-            "batch more rows into one call",
-            "medium",
-        )
-    if row.op in ARITHMETIC:
-        return ARITHMETIC[row.op]
-    if results.kind == "cpu" and row.dtype != "f32" and row.category != "matmul":
-        return (
+            "batch more rows into one call", "medium")),
+        (row.op in ARITHMETIC, ARITHMETIC.get(row.op, ("", "", ""))),
+        (cpu and row.dtype != "f32" and row.category != "matmul", (
             "conversion: the processor widens every half to float32 and rounds it back",
-            "fuse it with what comes before or after, so that it is converted once",
-            "medium",
-        )
-    if results.kind == "cpu" and row.candidate.startswith("torch.") and row.bytes > 1 << 21:
-        return (
-            "unpooled allocation: fresh pages for every output",
-            "`tensorlogic.enable(pool=True)`",
-            "low",
-        )
-    return (
-        "waits inside the kernel: its loads, stores and arithmetic do not overlap fully",
-        "none in this library yet; the gap is kernel work",
-        "high",
-    )
+            "fuse it with what comes before or after, so that it is converted once", "medium")),
+        (cpu and alone and row.bytes > 1 << 21, (
+            "unpooled allocation: fresh pages for every output", "`tensorlogic.enable(pool=True)`", "low")),
+        (True, (
+            "waits inside the kernel: its loads, stores and arithmetic do not overlap fully",
+            KERNEL, "high")),
+    )  # fmt: skip
+    return next(found for holds, found in causes if holds)
 
 
 def _outputs(row: Row) -> float:
@@ -191,75 +156,57 @@ def _other_dtype(results: Results, floors: Floors) -> Iterator[Opportunity]:
         )
         if not own or not other or peaks[other] < FASTER * own:
             continue
-        saved = []
-        for row in results.timed:
-            floor = floors.us(row, other)
-            bound = row.flops / own / 1e3 > 0.5 * row.median_us()
-            if row.dtype == dtype and row.category in PRODUCTS and bound and floor is not None:
-                saved.append((row, row.median_us() - max(floor, row.flops / peaks[other] / 1e3)))
+        products = [r for r in results.timed if r.dtype == dtype and r.category in PRODUCTS]
+        saved = [
+            (r, r.median_us() - max(floor, r.flops / peaks[other] / 1e3))
+            for r in products
+            if r.flops / own / 1e3 > 0.5 * r.median_us()
+            and (floor := floors.us(r, other)) is not None
+        ]
         if not saved:
             continue
         totals: dict[str, float] = {}
         for row, us in saved:
             totals[row.op] = totals.get(row.op, 0.0) + us
         ops = sorted(totals, key=lambda op: -totals[op])
-        yield _made(
-            f"products in {dtype}: {', '.join(ops)}",
-            saved,
-            f"arithmetic: {dtype} products run at {own:,.0f} GFLOPS here, {other} at {peaks[other]:,.0f}",
-            f"{other} tensors, where a relative rounding of {EPS[other]:.0e} is enough"
-            + (
-                "; `tensorlogic.precision('adaptive', rtol=...)` keeps a budget"
-                if dtype == "f32"
-                else ""
-            ),
-            "low",
-        )
+        remedy = f"{other} tensors, where a relative rounding of {EPS[other]:.0e} is enough"
+        if dtype == "f32":
+            remedy += "; `tensorlogic.precision('adaptive', rtol=...)` keeps a budget"
+        cause = f"arithmetic: {dtype} products run at {own:,.0f} GFLOPS here, {other} at {peaks[other]:,.0f}"
+        yield _made(f"products in {dtype}: {', '.join(ops)}", saved, cause, remedy, "low")
 
 
 def _launches(results: Results, floors: Floors) -> Iterator[Opportunity]:
     """The rule of launches: where they are above half of what a caller waits for, capture or batch."""
     if results.kind == "cuda":
         small = [r for r in results.timed if r.host_us and r.category != "transfer"]
-        saved = [
-            (r, r.median_us(clock="host") - r.median_us())
-            for r in small
-            if r.median_us(clock="host") > 2 * r.median_us()
-        ]
+        waits = [(r, r.median_us(clock="host"), r.median_us()) for r in small]
+        saved = [(r, host - device) for r, host, device in waits if host > 2 * device]
         remedy, clock = "`tensorlogic.capture(fn)` or `tensorlogic.optimize(model, inputs)`", "host"
     else:
         launch = results.ceilings.launch_us.get("tensorlogic", 0.0)
-        saved = [
-            (r, launch)
-            for r in results.timed
-            if r.key and launch > 0 and 2 * launch > r.median_us()
-        ]
-        saved = [(r, min(us, 0.9 * r.median_us())) for r, us in saved]
+        small = [r for r in results.timed if r.key and 2 * launch > r.median_us()]
+        saved = [(r, min(launch, 0.9 * r.median_us())) for r in small]
         remedy, clock = (
             "more work in one call: batch, or fuse with `tensorlogic.optimize`",
             "device",
         )
     if saved:
         ops = list(dict.fromkeys(r.op for r, _ in saved))
-        yield _made(
-            f"calls of small work: {', '.join(ops[:6])}{', ...' if len(ops) > 6 else ''}",
-            saved,
-            "launch cost: above half of what a caller waits for",
-            remedy,
-            "low",
-            clock,
-        )
+        what = f"calls of small work: {', '.join(ops[:6])}{', ...' if len(ops) > 6 else ''}"
+        cause = "launch cost: above half of what a caller waits for"
+        yield _made(what, saved, cause, remedy, "low", clock)
 
 
 def _transfers(results: Results, floors: Floors) -> Iterator[Opportunity]:
     """Pageable beside pinned memory, fresh beside reused."""
     pairs = {
-        "to device, pageable": ("to device, pinned", "`tensor.pin_memory()`, reused, for what is sent often"),
-        "to host, pageable": ("to host, pinned", "copy into a pinned tensor that is reused"),
-        "clone": ("copy", "`tensorlogic.enable(pool=True)`, or an output that is reused"),
+        "to device, pageable": ("to device, pinned", PAGEABLE, "`tensor.pin_memory()`, reused, for what is sent often"),
+        "to host, pageable": ("to host, pinned", PAGEABLE, "copy into a pinned tensor that is reused"),
+        "clone": ("copy", "unpooled allocation: fresh pages", "`tensorlogic.enable(pool=True)`, or an output that is reused"),
     }  # fmt: skip
     moves = {(r.detail, r.size): r for r in results.timed if r.category == "transfer"}
-    for slow, (fast, remedy) in pairs.items():
+    for slow, (fast, cause, remedy) in pairs.items():
         saved = [
             (r, r.median_us() - other.median_us())
             for (detail, size), r in moves.items()
@@ -268,8 +215,6 @@ def _transfers(results: Results, floors: Floors) -> Iterator[Opportunity]:
             and r.median_us() > NEAR * other.median_us()
         ]
         if saved:
-            fresh = slow == "clone"
-            cause = "unpooled allocation: fresh pages" if fresh else "transfer of pageable memory"
             yield _made(f"transfer: {slow}", saved, cause, remedy, "low")
 
 

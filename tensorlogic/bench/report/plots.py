@@ -1,306 +1,125 @@
-"""The report's plots, one function for each kind, made from result files."""
+"""The report's plot: rate over size, ours beside PyTorch's and the limit, as SVG in the page's colours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from ..compare import Comparison
+from ..cases import SQUARE
 from ..machine_limits import Floors
 from ..result_file import Results, Row
 from ..terminal.size_text import short
-from .svg_style import FAINT, INK, LOSS, SERIES, Plot, drawn, legend, plain_numbers, size_axis, xy
+from ..terminal.user_error import Problem
 
-WORDS = {
-    "matmul": "products",
-    "elementwise": "elements",
-    "reduction": "reductions",
-    "activation": "activations",
-    "fusion": "fused",
-    "batch": "batches",
-}
-
-
-def categories(results: Results) -> list[Plot]:
-    """One plot for each plain operation: rate over size, ours, PyTorch's and the limit."""
-    floors = Floors(results)
-    plain = [r for r in results.timed if r.category not in ("fusion", "transfer", "batch")]
-    found = [
-        _rates(op, [r for r in plain if r.op == op], floors)
-        for op in dict.fromkeys(r.op for r in plain)
-    ]
-    moves = [r for r in results.timed if r.category == "transfer"]
-    return [*found, *([_transfers(moves, results.kind)] if moves else [])]
+# operations per byte from which a rate is one of arithmetic
+INTENSE = 16
+# stand-ins that become the page's CSS variables, so that a plot follows its colour scheme
+INK, FAINT = "#010101", "#020202"
+SERIES = ("#040401", "#040402", "#040403", "#040404")
+COLOURS = {INK: "--ink", FAINT: "--faint"} | {c: f"--s{i}" for i, c in enumerate(SERIES, 1)}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "tensorlogic", "font.family": "sans-serif", "font.size": 10.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
+    "xtick.color": INK, "ytick.color": INK, "text.color": INK, "grid.color": FAINT, "grid.linewidth": 0.4,
+    "grid.alpha": 0.45, "legend.frameon": False, "legend.fontsize": 9.5, "legend.labelcolor": INK,
+    "lines.linewidth": 1.6, "figure.figsize": (4.7, 3.5), "savefig.transparent": True,
+}  # fmt: skip
+# the svg element's attributes, and names that a page with several plots would hold twice
+SIZE = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
+IDS = re.compile(r' id="(?:[a-zA-Z]+|line2d|matplotlib\.axis)_\d+"')
 
 
-def _rates(op: str, rows: list[Row], floors: Floors) -> Plot:
-    product = rows[0].category == "matmul"
+@dataclass(frozen=True)
+class Plot:
+    """A drawing with its heading."""
 
-    def rate(row: Row, us: float) -> float:
-        return (row.flops if product else row.bytes) / us / 1e3
-
-    def draw(figure: Any, axis: Any) -> None:
-        for i, dtype in enumerate(dict.fromkeys(r.dtype for r in rows)):
-            some = sorted((r for r in rows if r.dtype == dtype), key=lambda r: r.size)
-            sizes, colour = [r.size for r in some], SERIES[i]
-            axis.plot(
-                sizes,
-                [rate(r, r.median_us()) for r in some],
-                "o-",
-                color=colour,
-                ms=4,
-                label=f"{dtype}, ours",
-            )
-            axis.fill_between(sizes, *_band(some, rate), color=colour, alpha=0.15, linewidth=0)
-            best = [
-                (r.size, rate(r, r.median_us(b))) for r in some if (b := r.best_eager()) is not None
-            ]
-            axis.plot(*xy(best), "s--", color=colour, ms=3.5, mfc="none", label=f"{dtype}, PyTorch")
-            limit = [(r.size, rate(r, us)) for r in some if (us := floors.us(r))]
-            axis.plot(*xy(limit), ":", color=colour, lw=1, label=f"{dtype}, limit")
-        axis.set_yscale("log")
-        plain_numbers(axis)
-        size_axis(axis, sorted({r.size for r in rows}))
-        axis.set_xlabel("side of the matrices" if product else "elements")
-        axis.set_ylabel("GFLOPS" if product else "GB/s of the least traffic")
-        legend(figure, axis, 2)
-
-    return drawn(f"{op} ({WORDS[rows[0].category]})", draw)
+    title: str
+    svg: str
 
 
-def _band(rows: list[Row], rate: Callable[[Row, float], float]) -> tuple[list[float], list[float]]:
-    """The quarter and three-quarter samples, as rates."""
-    low, high = [], []
-    for row in rows:
-        values = sorted(row.device_us[row.subject])
-        low.append(rate(row, values[3 * len(values) // 4]))
-        high.append(rate(row, values[len(values) // 4]))
-    return low, high
+def over_size(results: Results) -> list[Plot]:
+    """One plot for each operation; Problem without matplotlib."""
+    try:
+        from matplotlib import rc_context
+    except ImportError as problem:
+        raise Problem(
+            "plots need matplotlib: `pip install 'tensorlogic-engine[bench]'`"
+        ) from problem
+    floors, rows = Floors(results), results.timed
+    with rc_context(STYLE):
+        return [_plot(op, [r for r in rows if r.op == op], floors) for op in dict.fromkeys(r.op for r in rows)]  # fmt: skip
 
 
-def _transfers(rows: list[Row], kind: str) -> Plot:
-    def draw(figure: Any, axis: Any) -> None:
-        for colour, detail in zip(SERIES, dict.fromkeys(r.detail for r in rows), strict=False):
-            some = sorted((r for r in rows if r.detail == detail), key=lambda r: r.size)
-            axis.plot(*xy((r.size, r.gbs) for r in some), "o-", color=colour, ms=4, label=detail)
-        axis.set_yscale("log")
-        plain_numbers(axis)
-        size_axis(axis, sorted({r.size for r in rows}))
-        axis.set_xlabel(f"elements of {rows[0].dtype}")
-        axis.set_ylabel("GB/s read and written" if kind == "cpu" else "GB/s over the bus")
-        legend(figure, axis, 2)
+def _plot(op: str, rows: list[Row], floors: Floors) -> Plot:
+    from matplotlib.figure import Figure
 
-    return drawn("transfer", draw)
+    figure = Figure(layout="constrained")
+    axis = figure.add_subplot()
+    _rates(axis, sorted(rows, key=lambda r: r.size), floors)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, handlelength=2.2)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return Plot(f"{op} ({rows[0].category})", _inline(out.getvalue(), op))
 
 
-def roofline(results: Results) -> list[Plot]:
-    """One for each dtype: rate over intensity, under what this machine has shown."""
-    floors, found = Floors(results), []
-    timed = [r for r in results.timed if r.flops and r.bytes and r.category != "transfer"]
-    for dtype in dict.fromkeys(r.dtype for r in timed):
-        rows = [r for r in timed if r.dtype == dtype]
-        if floors.copy and floors.peak.get(dtype):
-            found.append(_roof(dtype, rows, floors))
-    return found
+def _rates(axis: Any, rows: list[Row], floors: Floors) -> None:
+    category = rows[0].category
+    product = rows[-1].flops > INTENSE * rows[-1].bytes
+
+    def line(points: Iterable[tuple[Row, float | None]], mark: str, **style: Any) -> None:
+        known = [(r.size, (r.flops if product else r.bytes) / us / 1e3) for r, us in points if us]
+        if known:
+            axis.plot(*zip(*known, strict=True), mark, ms=4, **style)
+
+    for colour, name in zip(SERIES, dict.fromkeys(r.detail or r.dtype for r in rows), strict=False):
+        some = [r for r in rows if name == (r.detail or r.dtype)]
+        line(((r, r.median_us()) for r in some), "o-", color=colour, label=f"{name}, ours" if some[0].key else name)  # fmt: skip
+        best = [(r, r.median_us(b)) for r in some if (b := r.best_eager())]
+        line(best, "s--", color=colour, mfc="none", label=f"{name}, PyTorch")
+        line(((r, floors.us(r)) for r in some), ":", color=colour, lw=1, label=f"{name}, limit")
+    axis.set_yscale("log")
+    _plain_numbers(axis.yaxis)
+    _sizes(axis, sorted({r.size for r in rows}))
+    axis.set_xlabel("side of the matrices" if category in SQUARE else "requests in a batch" if category == "batch" else "elements")  # fmt: skip
+    axis.set_ylabel("GFLOPS" if product else "GB/s of the least traffic")
 
 
-def _roof(dtype: str, rows: list[Row], floors: Floors) -> Plot:
-    peak = floors.peak[dtype]
-    far = floors.copy[-1][0] / floors.copy[-1][1] / 1e3
-    near = max(moved / us / 1e3 for moved, us in floors.copy)
+def _sizes(axis: Any, sizes: list[int]) -> None:
+    """Sizes along x, as people write them."""
+    from matplotlib.ticker import NullLocator
 
-    def draw(figure: Any, axis: Any) -> None:
-        xs = [r.flops / r.bytes for r in rows]
-        ends = (min(xs) / 2, max(max(xs), peak / far) * 2)
-        for bandwidth, style, name in ((far, "-", "memory"), (near, "--", "cache")):
-            knee = peak / bandwidth
-            axis.plot(
-                [ends[0], knee, ends[1]],
-                [ends[0] * bandwidth, peak, peak],
-                style,
-                color=INK,
-                lw=1.1,
-                label=f"{name}: {bandwidth:,.0f} GB/s, {peak:,.0f} GFLOPS",
-            )
-        marks = dict(zip(WORDS, ("s", "o", "v", "D", "^", "P"), strict=True))
-        for colour, category in zip(SERIES, WORDS, strict=False):
-            some = [r for r in rows if r.category == category]
-            if some:
-                axis.plot(
-                    *xy((r.flops / r.bytes, r.gflops) for r in some),
-                    marks[category],
-                    color=colour,
-                    ms=4.5,
-                    alpha=0.8,
-                    label=WORDS[category],
-                )
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        plain_numbers(axis)
-        plain_numbers(axis, "x")
-        axis.grid(True)
-        axis.set_xlabel("operations per byte of the least traffic")
-        axis.set_ylabel("GFLOPS")
-        legend(figure, axis, 2)
-
-    return drawn(f"roofline {dtype}", draw, height=4.1)
+    axis.set_xscale("log", base=2)
+    shown = sizes if len(sizes) < 9 else sizes[::2]
+    axis.set_xticks(shown, [short(s) for s in shown])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.grid(True)
 
 
-def fusion(results: Results, clock: str = "device") -> list[Plot]:
-    """One for each dtype: speed over the separate operations, and over PyTorch's best, for every size."""
-    fused = [r for r in results.timed if r.category == "fusion"]
-    if clock == "host":
-        fused = [r for r in fused if r.host_us]
-    return [
-        _fused(dtype, [r for r in fused if r.dtype == dtype], clock)
-        for dtype in dict.fromkeys(r.dtype for r in fused)
-    ]
+def _plain_numbers(side: Any) -> None:
+    """Numbers without exponents along a logarithmic axis; some between the decades where these are few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = side.get_view_interval()
+    if high < 300 * low:
+        subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0) if high < 4 * low else (1.0, 2.0, 5.0)  # fmt: skip
+        side.set_major_locator(LogLocator(subs=subs, numticks=12))
+    side.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1000 else f"{v:.4g}"))
+    side.set_minor_formatter(NullFormatter())
 
 
-def _fused(dtype: str, rows: list[Row], clock: str) -> Plot:
-    ops = list(dict.fromkeys(r.op for r in rows))[::-1]
-    sizes = sorted({r.size for r in rows})
-
-    def draw(figure: Any, axis: Any) -> None:
-        shown: set[str] = set()
-        for row in rows:
-            at = ops.index(row.op) + 0.3 - 0.6 * sizes.index(row.size) / max(len(sizes) - 1, 1)
-            for over, mark, name in (
-                ("separate", "o", "over separate operations"),
-                (None, "D", "over PyTorch's best"),
-            ):
-                speed = row.speed(over, clock)
-                if speed is None:
-                    continue
-                lost = speed[2] < 1
-                name = "slower than PyTorch's" if lost else name
-                axis.plot(
-                    [speed[0]],
-                    [at],
-                    mark,
-                    color=LOSS if lost else SERIES[0 if over else 1],
-                    ms=4,
-                    mfc="none" if over and not lost else None,
-                    ls="",
-                    label=None if name in shown else name,
-                )
-                shown.add(name)
-        axis.axvline(1, color=INK, lw=1)
-        axis.set_xscale("log")
-        plain_numbers(axis, "x")
-        axis.set_yticks(range(len(ops)), ops, fontsize=9.5)
-        axis.grid(True, axis="x")
-        axis.set_xlabel(f"times as fast ({clock} time)" if clock == "host" else "times as fast")
-        legend(figure, axis, 1)
-
-    about = f"In each operation from top to bottom: {', '.join(map(short, sizes))}."
-    return drawn(f"fused {dtype}, {clock} time", draw, about, height=1.8 + 0.33 * len(ops))
-
-
-def errors(results: Results) -> list[Plot]:
-    """Error over PyTorch's beside the speed over PyTorch's best."""
-    rows = [
-        r
-        for r in results.timed
-        if r.error and r.eager_error and r.speed() and r.category != "batch"
-    ]
-    if not rows:
-        return []
-
-    def draw(figure: Any, axis: Any) -> None:
-        for i, dtype in enumerate(dict.fromkeys(r.dtype for r in rows)):
-            points = [
-                (speed[0], (r.error or 0) / (r.eager_error or 1))
-                for r in rows
-                if r.dtype == dtype and (speed := r.speed()) is not None
-            ]
-            axis.plot(*xy(points), "osD^"[i], color=SERIES[i], ms=4, alpha=0.75, label=dtype)
-        axis.axhline(1, color=INK, lw=0.8)
-        axis.axvline(1, color=INK, lw=0.8)
-        axis.axhline(2, color=LOSS, lw=1, ls="--", label="refused above, unless it is rounding")
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        plain_numbers(axis)
-        plain_numbers(axis, "x")
-        axis.grid(True)
-        axis.set_xlabel("times as fast as PyTorch's best")
-        axis.set_ylabel("error over PyTorch's error")
-        legend(figure, axis, 2)
-
-    return [
-        drawn(
-            "errors beside speeds",
-            draw,
-            "Errors are relative to float64; below 1 ours is more exact.",
-        )
-    ]
-
-
-def batches(results: Results) -> list[Plot]:
-    """What a request waits, and how many are served in a second, over the batch size."""
-    rows = sorted((r for r in results.timed if r.category == "batch"), key=lambda r: r.size)
-    if not rows:
-        return []
-    clock = "host" if results.kind == "cuda" else "device"
-
-    def us(row: Row) -> float:
-        return max(row.median_us(), row.median_us(clock=clock) if clock == "host" else 0.0)
-
-    def plot(title: str, label: str, value: Callable[[Row], float]) -> Plot:
-        def draw(figure: Any, axis: Any) -> None:
-            for colour, dtype in zip(SERIES, dict.fromkeys(r.dtype for r in rows), strict=False):
-                some = [(r.size, value(r)) for r in rows if r.dtype == dtype]
-                axis.plot(*xy(some), "o-", color=colour, ms=4, label=f"{rows[0].op} {dtype}")
-            axis.set_yscale("log")
-            plain_numbers(axis)
-            size_axis(axis, sorted({r.size for r in rows}))
-            axis.set_xlabel("requests in a batch")
-            axis.set_ylabel(label)
-            legend(figure, axis, 2)
-
-        return drawn(title, draw, height=3.0)
-
-    return [
-        plot("latency by batch", "microseconds a batch", us),
-        plot("throughput by batch", "requests a second", lambda r: r.size / us(r) * 1e6),
-    ]
-
-
-def changes(found: Comparison) -> list[Plot]:
-    """After over before, every row, sorted, with intervals."""
-    timed = sorted((c for c in found.changes if c.ratio is not None), key=lambda c: c.ratio or 0.0)
-    if not timed:
-        return []
-
-    def draw(figure: Any, axis: Any) -> None:
-        for verdict, colour, name in (
-            ("better", SERIES[0], "faster"),
-            ("unchanged", FAINT, "within the margin or the noise"),
-            ("worse", LOSS, "slower"),
-        ):
-            some = [(i, c) for i, c in enumerate(timed) if c.verdict == verdict]
-            if some:
-                ratio = [c.ratio or 0.0 for _, c in some]
-                spread = [
-                    [r - (c.low or 0.0) for r, (_, c) in zip(ratio, some, strict=True)],
-                    [(c.high or 0.0) - r for r, (_, c) in zip(ratio, some, strict=True)],
-                ]
-                axis.errorbar(
-                    [i for i, _ in some],
-                    ratio,
-                    yerr=[[max(v, 0.0) for v in side] for side in spread],
-                    fmt="o",
-                    ms=3,
-                    lw=0.8,
-                    color=colour,
-                    label=f"{name} ({len(some)})",
-                )
-        axis.axhline(1, color=INK, lw=0.8)
-        axis.set_yscale("log")
-        plain_numbers(axis)
-        axis.grid(True, axis="y")
-        axis.set_xlabel("rows, sorted")
-        axis.set_ylabel("time after over time before")
-        legend(figure, axis, 1)
-
-    return [drawn("before and after", draw)]
+def _inline(text: str, title: str) -> str:
+    """The svg element alone, with the page's colours, as wide as its place allows."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = SIZE.sub(
+        lambda m: f'<svg viewBox="{m[1]}" role="img" aria-label="{title}">', text, count=1
+    )
+    for colour, variable in COLOURS.items():
+        text = text.replace(colour, f"var({variable})")
+    text = IDS.sub("", text)
+    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", text)
+    return re.sub(r"\n\s*", "\n", text)

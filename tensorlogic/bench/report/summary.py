@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from .. import machine_limits
 from ..machine_info import clocks
@@ -16,28 +15,13 @@ OTHERS = 0.1  # of the processors that other programs may take unmentioned
 UNSTEADY = 2.0
 
 
-@dataclass
-class Standing:
-    """Rows of one kind against PyTorch's best: where the whole interval lies above or below 1."""
-
-    wins: list[Row] = field(default_factory=list)
-    even: list[Row] = field(default_factory=list)
-    losses: list[Row] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[Row]:
-        """All that were compared."""
-        return [*self.wins, *self.even, *self.losses]
-
-
-def standing(rows: Iterable[Row], clock: str = "device") -> Standing:
-    """Sort rows by the 95 % interval of their speed over PyTorch's best."""
-    found = Standing()
+def standing(rows: Iterable[Row], clock: str = "device") -> dict[str, list[Row]]:
+    """Rows that win, are even and lose, by the 95 % interval of their speed over PyTorch's best."""
+    found: dict[str, list[Row]] = {"wins": [], "even": [], "loses": []}
     for row in rows:
         speed = row.speed(clock=clock)
         if speed is not None:
-            _, low, high = speed
-            (found.wins if low > 1 else found.losses if high < 1 else found.even).append(row)
+            found["wins" if speed[1] > 1 else "loses" if speed[2] < 1 else "even"].append(row)
     return found
 
 
@@ -49,21 +33,37 @@ def geomean(values: Iterable[float]) -> float | None:
 
 def lines(results: Results) -> list[str]:
     """The summary, one fact a line."""
-    rows = results.timed
-    return [
-        *limits(results),
-        *shares(results, rows),
-        *fusion(results, rows),
-        *_losses(results, rows),
-        *[f"not timed: {r.id}: {r.reason}" for r in results.rows if r.status != "ok"],
-        *caveats(results),
-    ]
+    return [*limits(results), *findings(results, wins=True), *caveats(results)]
 
 
-def losses(results: Results) -> list[str]:
-    """What loses against PyTorch, and out of how many."""
-    found = [*fusion(results, results.timed), *_losses(results, results.timed)]
-    return [line for line in found if not line.startswith("  wins")]
+def findings(results: Results, wins: bool = False) -> list[str]:
+    """How near the operations come to the limits, what loses, and what could not be timed."""
+    not_timed = [f"not timed: {r.id}: {r.reason}" for r in results.rows if r.status != "ok"]
+    return [*shares(results), *losses(results, wins), *not_timed]
+
+
+def losses(results: Results, wins: bool = False) -> list[str]:
+    """What loses against PyTorch, and out of how many; of the fused rows what wins, too, if asked."""
+    found, fused = [], [r for r in results.timed if r.category == "fusion"]
+    known = clocks(results)
+    named = {c: f"{c} time" if len(known) > 1 else "time" for c in known}
+    for clock, time in named.items():
+        literal = geomean(s[0] for r in fused if (s := r.speed("separate", clock)) is not None)
+        best = geomean(s[0] for r in fused if (s := r.speed(clock=clock)) is not None)
+        stand = standing(fused, clock)
+        if literal is not None and best is not None:
+            counts = ", ".join(f"{name} {len(some)}" for name, some in stand.items())
+            found.append(
+                f"fusion, {time}: {literal:.2f}x the separate operations, {best:.2f}x PyTorch's best; "
+                f"{counts} of {sum(map(len, stand.values()))}"
+            )
+            for name in ("wins", "loses") if wins else ("loses",):
+                found += [f"  {name}: {_named(stand[name], clock)}"] if stand[name] else []
+    for clock, time in named.items():
+        lost = standing((r for r in results.timed if r.category != "fusion"), clock)["loses"]
+        if lost:
+            found.append(f"other losses against PyTorch, {time}: {_named(lost, clock)}")
+    return found
 
 
 def limits(results: Results) -> list[str]:
@@ -75,18 +75,13 @@ def limits(results: Results) -> list[str]:
         peak = machine_limits.peak_gflops(results.ceilings, rows, dtype)
         products = [r for r in rows if r.dtype == dtype and r.category in ("matmul", "fusion")]
         best = max(products, key=lambda r: r.gflops, default=None)
-        reached = (
-            "" if best is None else f"; best row {best.gflops:,.0f} ({best.op} {short(best.size)})"
-        )
+        reached = f"; best row {best.gflops:,.0f} ({best.op} {short(best.size)})" if best else ""
         found.append(f"peak compute {dtype}: {peak:,.0f} GFLOPS{reached}")
     if results.ceilings.copy:
         rates = {size: size / us / 1e3 for size, us in results.ceilings.copy}
         largest, fastest = max(rates), max(rates, key=lambda size: rates[size])
-        more = (
-            ""
-            if largest == fastest
-            else f"; {rates[fastest]:,.1f} at {fastest / 2**20:.3g} MiB, in caches"
-        )
+        more = f"; {rates[fastest]:,.1f} at {fastest / 2**20:.3g} MiB, in caches"
+        more = "" if largest == fastest else more
         found.append(
             f"peak bandwidth: copy {rates[largest]:,.1f} GB/s (read and written, {largest / 2**20:.0f} MiB){more}"
         )
@@ -99,52 +94,17 @@ def limits(results: Results) -> list[str]:
     return found
 
 
-def shares(results: Results, rows: list[Row]) -> list[str]:
+def shares(results: Results) -> list[str]:
     """How near the categories come to the limits."""
     parts, floors = [], machine_limits.Floors(results)
-    for category in dict.fromkeys(r.category for r in rows):
-        shares = [s for r in rows if r.category == category and (s := floors.share(r)) is not None]
+    for category in dict.fromkeys(r.category for r in results.timed):
+        some = [r for r in results.timed if r.category == category]
+        shares = [s for r in some if (s := floors.share(r)) is not None]
         mean = geomean(shares)
         if mean is not None:
             parts.append(f"{category} {mean:.0%} ({min(shares):.0%} to {max(shares):.0%})")
-    return (
-        ["share of the limit measured in this run (geometric mean): " + ", ".join(parts)]
-        if parts
-        else []
-    )
-
-
-def fusion(results: Results, rows: list[Row], names: bool = True) -> list[str]:
-    """Fused rows against the separate operations and PyTorch's best, with the names of the rows if asked."""
-    fused = [r for r in rows if r.category == "fusion"]
-    found = []
-    for clock in clocks(results):
-        literal = geomean(s[0] for r in fused if (s := r.speed("separate", clock)) is not None)
-        best = geomean(s[0] for r in fused if (s := r.speed(clock=clock)) is not None)
-        stand = standing(fused, clock)
-        if literal is None or best is None:
-            continue
-        found.append(
-            f"fusion, {_time(results, clock)}: {literal:.2f}x the separate operations, {best:.2f}x PyTorch's best; "
-            f"wins {len(stand.wins)}, even {len(stand.even)}, loses {len(stand.losses)} of {len(stand.rows)}"
-        )
-        found += [f"  wins: {_named(stand.wins, clock)}"] if names and stand.wins else []
-        found += [f"  loses: {_named(stand.losses, clock)}"] if names and stand.losses else []
-    return found
-
-
-def _losses(results: Results, rows: list[Row]) -> list[str]:
-    found = []
-    for clock in clocks(results):
-        stand = standing((r for r in rows if r.category != "fusion"), clock)
-        if stand.losses:
-            named = _named(stand.losses, clock)
-            found.append(f"other losses against PyTorch, {_time(results, clock)}: {named}")
-    return found
-
-
-def _time(results: Results, clock: str) -> str:
-    return f"{clock} time" if len(clocks(results)) > 1 else "time"
+    head = "share of the limit measured in this run (geometric mean): "
+    return [head + ", ".join(parts)] if parts else []
 
 
 def _named(rows: list[Row], clock: str) -> str:
@@ -170,15 +130,11 @@ def caveats(results: Results) -> list[str]:
         )
     if results.run.get("throttled"):
         found.append(f"note: {results.run['throttled']}")
-    unsteady = [r for r in results.timed if _unsteady(r)]
+    times = [sorted(r.samples().values[r.subject]) for r in results.timed]
+    unsteady = [t for t in times if t[len(t) * 3 // 4] > UNSTEADY * t[len(t) // 4]]
     if len(unsteady) > max(2, len(results.timed) // 10):
         found.append(
             f"note: the times of {len(unsteady)} of {len(results.timed)} rows vary more than twofold "
             "within the row: something else was running; measure again on a quiet machine"
         )
     return found
-
-
-def _unsteady(row: Row) -> bool:
-    values = sorted(row.samples().values[row.subject])
-    return values[len(values) * 3 // 4] > UNSTEADY * values[len(values) // 4]

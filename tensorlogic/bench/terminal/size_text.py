@@ -13,15 +13,11 @@ def parse(text: str) -> int:
     """`"10K"` -> 10240; units are powers of 1024."""
     unit = UNITS.get(text[-1:].upper())
     digits = text[:-1] if unit else text
-    if not _counts(digits):
+    if not (digits.isdecimal() and len(digits) <= LONGEST and int(digits) > 0):
         raise Problem(
             f"size is {text!r}; a whole number from 1, also with K, M or G (powers of 1024), is required"
         )
     return int(digits) * (unit or 1)
-
-
-def _counts(digits: str) -> bool:
-    return digits.isdecimal() and len(digits) <= LONGEST and int(digits) > 0
 
 
 def shape(text: str) -> tuple[int, ...]:

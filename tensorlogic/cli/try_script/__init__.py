@@ -1,5 +1,1 @@
-"""`tensorlogic try`: an unmodified program with and without us, in turn, and whether it gains.
-
-A program runs in fresh processes (`child.py`): once watched (`look.py`), once tuned, then plainly and with help
-(`assist.py`) in turn, as `runs.py` says; `advice.py` names what else could be gained, `screen.py` shows it all.
-"""
+"""`tensorlogic try`: an unmodified program in child processes, with and without us in turn, and whether it gains."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,9 +48,7 @@ class Outermost:
             _INSIDE.depth = 1
             try:
                 number = known.setdefault(id(module), (len(known), module))[0]
-                return serve(
-                    number, module, args, kwargs, lambda served: original(served, *args, **kwargs)
-                )
+                return serve(number, module, args, kwargs, lambda m: original(m, *args, **kwargs))
             finally:
                 _INSIDE.depth = 0
 
@@ -58,17 +56,6 @@ class Outermost:
 
     def __exit__(self, *problem: object) -> None:
         nn.Module.__call__ = self.original  # type: ignore[method-assign]
-
-
-@dataclass
-class Helped:
-    """What became of one module."""
-
-    name: str
-    outcome: str
-    summary: str
-    rows: list[list[str]] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
 
 
 class Help:
@@ -81,7 +68,7 @@ class Help:
     def __init__(self, repair: bool, modules: Mapping[int, str]) -> None:
         self.repair, self.modules = repair, modules
         self.fast: dict[int, nn.Module] = {}
-        self.helped: dict[int, Helped] = {}
+        self.helped: list[dict[str, Any]] = []  # what became of the modules
         self.seconds = 0.0  # spent on getting ready
         self.watch: Serve | None = None  # what each outermost call goes through in the end
         self.patch = Outermost(self._serve)
@@ -109,43 +96,39 @@ class Help:
     ) -> Any:
         wanted = self.modules.get(number)
         if wanted is not None and number not in self.fast and wanted == signature(args, kwargs):
-            self.fast[number] = self._optimised(number, module, args, kwargs)
+            self.fast[number] = self._optimised(module, args, kwargs)
         served = self.fast.get(number, module)
-        if self.watch is not None:
-            return self.watch(number, served, args, kwargs, run)
-        return run(served)
+        return self.watch(number, served, args, kwargs, run) if self.watch else run(served)
 
     def _optimised(
-        self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module:
         """The module made faster, or itself; measured on copies, so that the program's own state stays."""
         from ...compiler.optimize import optimize
 
-        begin = time.perf_counter()
+        begin, made = time.perf_counter(), module
         self.patch.__exit__()
-        name = type(module).__name__
         training = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        about = {"name": type(module).__name__, "outcome": "original", "refused": []}
         try:
-            given = args if not kwargs else _by_name(module, args, kwargs)
-            made: nn.Module = optimize(module, given, training=training)
+            made = optimize(module, _by_name(module, args, kwargs), training=training)
             report: Any = made.report
-            rows = [list(r.cells) for r in report.regions]
             refused = [f"{r.op} {r.region}: {r.refused}" for r in report.refused]
-            self.helped[number] = Helped(name, report.outcome, report.summary, rows, refused)
+            about |= {"outcome": report.outcome, "summary": report.summary, "refused": refused}
         except (RuntimeError, ValueError, TypeError) as problem:  # what optimize raises
-            made = module
-            self.helped[number] = Helped(name, "original", str(problem))
+            about["summary"] = str(problem)
         finally:
+            self.helped.append(about)
             self.patch.__enter__()
             self.seconds += time.perf_counter() - begin
         return made
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by keyword, as `optimize` takes them where some are."""
-    import inspect
-
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments, all by keyword where some are, as `optimize` takes them."""
+    if not kwargs:
+        return args
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    if any(isinstance(v, tuple) and k in ("args",) for k, v in bound.arguments.items()):
+    if isinstance(bound.arguments.get("args"), tuple):
         raise ValueError("its forward takes *args beside keywords")
     return dict(bound.arguments)

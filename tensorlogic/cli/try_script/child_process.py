@@ -11,11 +11,11 @@ import json
 import os
 import random
 import runpy
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ from .assist import Help
 from .observe import Modules, Outside
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 25  # of a function that is called with and without help in turn
-CURVE = (1, 2, 4, 8, 16, 32)  # batch sizes
-CURVE_S = 0.15  # seconds for each
+Program = Callable[[], Any]
 
 
 def main(folder: str, mode: str) -> int:
@@ -44,24 +43,25 @@ def main(folder: str, mode: str) -> int:
     place = Path(folder)
     spec = json.loads((place / "spec.json").read_text())
     program = _function(spec) if spec["entry"] else _script(spec)
-    _seed()
-    if mode == "turns":
-        found, outputs = _turns(program, spec)
-    else:
-        found, outputs = _once(program, spec, mode, place)
-    (place / f"{mode}.json").write_text(json.dumps(found))
-    torch.save(outputs, place / f"{mode}.pt")
-    return int(found.get("exit", 0))
-
-
-def _seed() -> None:
-    """A program without seeds of its own draws the same numbers in every run, so that outputs can be compared."""
+    help, modules = Help(spec["repair"], {int(n): s for n, s in spec["modules"].items()}), Modules()
+    found: dict[str, Any] = {"exit": 0}
+    # a program without seeds of its own draws the same numbers in every run, so that outputs can be compared
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
+    if mode == "look":
+        _look(program, modules, found, str(place), warm=bool(spec["entry"]))
+    elif mode == "turns":
+        _turns(program, modules, help, found, spec)
+    else:
+        _whole(program, modules, help, found, mode, spec)
+    found["ready"], found["helped"] = help.seconds, help.helped
+    (place / f"{mode}.json").write_text(json.dumps(found))
+    torch.save(modules.outputs, place / f"{mode}.pt")
+    return int(found["exit"])
 
 
-def _script(spec: dict[str, Any]) -> Callable[[], Any]:
+def _script(spec: dict[str, Any]) -> Program:
     def program() -> Any:
         sys.argv = [spec["script"], *spec["args"]]
         sys.path.insert(0, str(Path(spec["script"]).resolve().parent))
@@ -71,45 +71,14 @@ def _script(spec: dict[str, Any]) -> Callable[[], Any]:
     return program
 
 
-def _function(spec: dict[str, Any]) -> Callable[[], Any]:
+def _function(spec: dict[str, Any]) -> Program:
     module, _, name = spec["entry"].partition(":")
     sys.path.insert(0, os.getcwd())
-    function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    function: Program = getattr(importlib.import_module(module), name)
     return function
 
 
-def _help(spec: dict[str, Any]) -> Help:
-    return Help(spec["repair"], {int(n): s for n, s in spec["modules"].items()})
-
-
-def _once(
-    program: Callable[[], Any], spec: dict[str, Any], mode: str, place: Path
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The whole program once: watched ("look"), tuned with help ("tune"), plain or with help ("ours")."""
-    modules, help = Modules(), _help(spec)
-    found: dict[str, Any] = {"exit": 0}
-    begin = time.perf_counter()
-    if mode == "look":
-        _look(program, modules, found, str(place), warm=bool(spec["entry"]))
-    elif mode == "tune":
-        help.watch = modules.serve
-        with help:
-            learned = tune.whole(lambda: _ends(program, modules, found))
-        found |= _learned(learned, spec)
-    else:
-        helping = mode.startswith("ours")
-        help.watch = modules.serve
-        with help if helping else modules.watching():
-            _ends(program, modules, found)
-    found.setdefault("seconds", time.perf_counter() - begin - help.seconds)
-    found["ready"] = help.seconds
-    found["helped"] = [asdict(h) for h in help.helped.values()]
-    found["modules"] = [asdict(c) for c in modules.called.values()]
-    found["call"] = sorted(modules.times)[len(modules.times) // 2] if modules.times else None
-    return found, modules.outputs
-
-
-def _ends(program: Callable[[], Any], modules: Modules, found: dict[str, Any]) -> None:
+def _ends(program: Program, modules: Modules, found: dict[str, Any]) -> None:
     """Run to the end, be it by sys.exit, and keep what it leaves."""
     try:
         modules.keep("result", program())
@@ -117,9 +86,7 @@ def _ends(program: Callable[[], Any], modules: Modules, found: dict[str, Any]) -
         found["exit"] = end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
-def _look(
-    program: Callable[[], Any], modules: Modules, found: dict[str, Any], ours: str, warm: bool
-) -> None:
+def _look(program: Program, modules: Modules, found: dict[str, Any], ours: str, warm: bool) -> None:
     """Watch the program; a function that will be called again and again is watched when it is warm."""
     outside, profile = Outside(ours, str(settings.cache_folder())), Profile()
     outside.active = True
@@ -132,111 +99,69 @@ def _look(
     outside.active = False
     found["outside"] = list(outside.found)
     found |= summed(profile)
-    found["curve"] = _curve(modules)
+    found["modules"] = [asdict(c) for c in modules.called.values()]
 
 
-def _curve(modules: Modules) -> list[tuple[int, float]]:
-    """Batch size -> microseconds of the most called module, its inputs repeated along the first dimension."""
-    counts = {
-        n: sum(c.calls for c in modules.called.values() if c.number == n) for n in modules.last
-    }
-    often = max(counts, key=counts.__getitem__, default=None)
-    if often is None or counts[often] < 8:
-        return []
-    module, args, kwargs = modules.last[often]
-    size = next((a.shape[0] for a in args if isinstance(a, torch.Tensor) and a.dim()), 0)
-    if not size or size > 4 or kwargs or not all(_batched(a, size) for a in args):
-        return []
-    found = []
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for times in CURVE:
-            given = [
-                a.repeat(times, *[1] * (a.dim() - 1)) if isinstance(a, torch.Tensor) else a
-                for a in args
-            ]
-            try:
-                calls: dict[str, timer.Call] = {"it": partial(module, *given)}
-                samples = timer.wall_samples(calls, device(), CURVE_S)
-            except RuntimeError:  # a model of one batch size
-                break
-            found.append((size * times, samples.median("it")))
-    return found
-
-
-def _batched(value: Any, size: int) -> bool:
-    return not isinstance(value, torch.Tensor) or (value.dim() > 0 and value.shape[0] == size)
+def _whole(
+    program: Program, modules: Modules, help: Help, found: dict[str, Any], mode: str, spec: dict[str, Any]
+) -> None:  # fmt: skip
+    """The whole program once: tuned with help ("tune"), plain or with help ("ours")."""
+    help.watch, begin = modules.serve, time.perf_counter()
+    with modules.watching() if mode.startswith("plain") else help:
+        if mode == "tune":
+            found |= _learned(tune.whole(lambda: _ends(program, modules, found)), spec)
+        else:
+            _ends(program, modules, found)
+    found["seconds"] = time.perf_counter() - begin - help.seconds
+    found["call"] = statistics.median_high(modules.times) if modules.times else None
 
 
 def _turns(
-    program: Callable[[], Any], spec: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    program: Program, modules: Modules, help: Help, found: dict[str, Any], spec: dict[str, Any]
+) -> None:
     """A function in one process, with and without help in turn, after it was tuned."""
-    help, plain, ours = _help(spec), Modules(), Modules()
-    samples = timer.Samples({"plain": [], "ours": []})
-    outputs: dict[str, torch.Tensor] = {}
-    torch.manual_seed(0)
-    plain.keep("result", program())
-    torch.manual_seed(0)
-    again = Modules()
-    again.keep("result", program())
-    with help:
-        learned = tune.whole(program)
+
+    def kept(name: str) -> None:
         torch.manual_seed(0)
-        ours.keep("result", program())
-    for name, kept in (("plain", plain), ("again", again), ("ours", ours)):
-        outputs |= {f"{name} {n}": t for n, t in kept.outputs.items()}
+        modules.keep(name, program())
+
+    kept("plain")
+    kept("again")
+    with help:
+        found |= _learned(tune.whole(program), spec)
+        kept("ours")
+    samples: dict[str, list[float]] = {"plain": [], "ours": []}
     begin = time.perf_counter()
-    with _steady():
-        while len(samples.values["plain"]) < MOST_ROUNDS:
+    with policy.policy(tune="off"):  # choices do not change while times are taken
+        while len(samples["plain"]) < MOST_ROUNDS:
             for name, context in (("plain", contextlib.nullcontext()), ("ours", help)):
                 with context:
                     program()  # finds its road and its caches
-                    samples.values[name].append(timer.once(program, device()) / 1e6)
+                    samples[name].append(timer.once(program, device()) / 1e6)
             spent = time.perf_counter() - begin
-            if len(samples.values["plain"]) >= LEAST_ROUNDS and spent > spec["budget_s"]:
+            if len(samples["plain"]) >= LEAST_ROUNDS and spent > spec["budget_s"] / 2:
                 break
-    return {
-        "exit": 0,
-        "samples": samples.values,
-        **_learned(learned, spec),
-        "ready": help.seconds,
-        "helped": [asdict(h) for h in help.helped.values()],
-    }, outputs
-
-
-@contextlib.contextmanager
-def _steady() -> Iterator[None]:
-    """Choices do not change while times are taken."""
-    with policy.policy(tune="off"):
-        yield
+    found["samples"] = samples
 
 
 def _learned(learned: Learned, spec: dict[str, Any]) -> dict[str, Any]:
-    """What tuning found: each key's choice beside PyTorch's own, what was refused; and the lockfile."""
+    """What tuning found: the keys that gain, the largest gain first; what was refused; and the lockfile."""
     store = open_stores.current(device())
     plans = {p.key.text: p for p in store.plans()}
     met = [plans[k.text] for k in learned.keys if k.text in plans]
-    found = []
+    gains, refused = [], []
     for plan in met:
         times = {e.candidate: max(e.device_us, e.host_us) for e in plan.evidence if e.status == "measured"}  # fmt: skip
-        refused = [
-            f"{e.candidate}: {e.reason}"
+        ours, theirs = times.get(plan.eager), times.get(EAGER)
+        if plan.eager != EAGER and ours and theirs:
+            gains.append((ours - theirs, f"{plan.key.text}: {plan.eager}, {theirs:.4g} -> {ours:.4g} us"))  # fmt: skip
+        refused += [
+            f"{e.candidate}: {e.reason} ({plan.key.op})"
             for e in plan.evidence
             if e.status == "refused" and e.reason.startswith(("wrong", "failed"))
         ]
-        found.append(
-            {
-                "key": plan.key.text,
-                "candidate": plan.eager,
-                "us": times.get(plan.eager),
-                "eager_us": times.get(EAGER),
-                "refused": refused,
-            }
-        )
-    written = 0
-    if spec["lockfile"] and met:
-        written = export_lockfile(Path(spec["lockfile"]), met, [store.environment])
-    return {"learned": str(learned), "keys": found, "written": written}
+    written = export_lockfile(Path(spec["lockfile"]), met, [store.environment]) if spec["lockfile"] and met else 0  # fmt: skip
+    return {"gains": [text for _, text in sorted(gains)], "refused": refused, "written": written}
 
 
 if __name__ == "__main__":

@@ -11,22 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...compiler.reporting.op_profile import dtype_name
 from .assist import Outermost, Run, signature
 
 CHANGES = {  # audit events -> what a person calls them
-    "socket.connect": "connects to",
-    "socket.bind": "listens at",
-    "subprocess.Popen": "starts",
-    "os.system": "runs",
-    "os.remove": "removes",
-    "os.rename": "renames",
-    "os.mkdir": "makes the folder",
-    "os.rmdir": "removes the folder",
-    "shutil.rmtree": "removes the folder",
-}
+    "socket.connect": "connects to", "socket.bind": "listens at", "subprocess.Popen": "starts", "os.system": "runs",
+    "os.remove": "removes", "os.rename": "renames", "os.mkdir": "makes the folder",
+    "os.rmdir": "removes the folder", "shutil.rmtree": "removes the folder",
+}  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 HARMLESS = ("__pycache__", "/dev/", "/proc/", ".triton", f"{tempfile.gettempdir()}/")
 MOST = 20  # changes that are kept
@@ -77,7 +72,6 @@ class Modules:
     def __init__(self) -> None:
         self.called: dict[tuple[int, str], Called] = {}
         self.outputs: dict[str, Tensor] = {}
-        self.last: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
         self.times: list[float] = []
 
     def serve(
@@ -101,13 +95,10 @@ class Modules:
         self.times.append(seconds)
         if entry.calls <= self.KEPT:
             self.keep(f"{number} {kind} {entry.calls}", out)
-            self.last[number] = (module, args, kwargs)
         return out
 
     def keep(self, name: str, value: Any) -> None:
         """The beginning of every floating tensor in a value, for comparison between runs."""
-        from torch.utils import _pytree as pytree
-
         with _disable_current_modes():  # what we keep takes no time of the program's
             for i, leaf in enumerate(pytree.tree_leaves(value)):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_sparse:

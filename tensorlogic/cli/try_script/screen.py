@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ...bench.text_table import aligned
 from ...compiler.reporting import remedies
 from ...measure.opportunity import time_text
 from ...system.hardware import title
-from .trial import Trial
+from .trial import Gain, Trial, ratio
 
 FORMAT, SCHEMA = "tensorlogic try", 1
 WHYS = 6  # lines of each list
@@ -27,84 +28,62 @@ def lines(trial: Trial) -> Iterator[str]:
     yield f"tensorlogic try {trial.asked.command}"
     yield f"{title(e)}; PyTorch {e['torch']}"
     yield ""
-    yield from _verdict(trial)
-    yield from _why(trial)
-    yield from _keep(trial)
-    yield from _time(trial)
-    yield from _opportunities(trial)
-    yield from _curve(trial.look.get("curve") or [])
+    for part in (_verdict, _why, _keep, _time, _opportunities):
+        yield from part(trial)
+    if plans := trial.tuned.get("written"):
+        yield f"written: {trial.asked.lockfile} (the lockfile, {plans} plans)"
 
 
-def _curve(curve: list[list[float]]) -> Iterator[str]:
-    """Latency and throughput by batch size, where the program's requests are small."""
-    if len(curve) > 1:
-        yield "its module by batch size"
-        cells = [[f"{n:.0f}", time_text(us), f"{1e6 * n / us:,.0f}"] for n, us in curve]
-        head = ["batch", "a call", "samples a second"]
-        yield from (f"  {line}" for line in aligned([head, *cells], [False] * 3).splitlines())
-
-
-def _interval(gain: tuple[float, float, float]) -> str:
+def _interval(gain: Gain) -> str:
     return f"{gain[0]:.2f}x [{gain[1]:.2f}, {gain[2]:.2f}]"
 
 
 def _median(values: list[float]) -> str:
-    ordered = sorted(values)
-    return time_text(1e6 * ordered[len(ordered) // 2])
+    return time_text(1e6 * statistics.median_high(values))
 
 
 def _verdict(trial: Trial) -> Iterator[str]:
-    gain = trial.gain
     if trial.failure:
         yield "with us the program fails, so nothing was changed:"
         yield from (f"  {line}" for line in trial.failure.splitlines())
         return
-    if gain is None:
+    if trial.gain is None:
         yield "nothing was timed"
         return
-    count = len(trial.plain)
-    what = "a call" if trial.asked.entry else "the whole program"
-    how = "calls in turn" if trial.asked.entry else "pairs of runs in turn"
     if not trial.won:
-        yield "nothing beats what you have" + (
-            "" if trial.agree else ": what was faster does not give the same outputs"
-        )
-    yield f"before -> after   {what}: {_median(trial.plain)} -> {_median(trial.ours)}, {_interval(gain)}, {count} {how}"
-    if trial.call_gain is not None:
-        yield f"                  a call of its modules: {_median(trial.calls[0])} -> {_median(trial.calls[1])}, {_interval(trial.call_gain)}"
-    if trial.expected is not None:
-        yield f"                  expected of the operations we serve: {trial.expected:.2f}x, measured one by one"
+        wrong = "" if trial.agree else ": what was faster does not give the same outputs"
+        yield f"nothing beats what you have{wrong}"
+    entry = bool(trial.asked.entry)
+    timed = {"a call" if entry else "the whole program": (trial.plain, trial.ours)}
+    timed["a call of its modules"] = trial.calls
+    cells = [["", "before", "after", "times as fast", "measured"]]
+    for what, (before, after) in timed.items():
+        if (gain := ratio(before, after)) is not None:
+            how = f"{len(before)} {'calls' if entry else 'pairs of runs'} in turn"
+            cells.append([what, _median(before), _median(after), _interval(gain), how])
+    yield from aligned(cells, [True, False, False, True, True]).splitlines()
     if trial.tuned.get("ready", 0) > 0.5:
-        yield f"                  not counted: {trial.tuned['ready']:.1f} s to get ready, once a process"
+        yield f"not counted: {trial.tuned['ready']:.1f} s to get ready, once a process"
     yield from _agreement(trial)
     if trial.interrupted:
         yield "interrupted: what was measured until then"
 
 
 def _agreement(trial: Trial) -> Iterator[str]:
-    if trial.difference is None:
-        yield "outputs           none could be compared: no module was called and no tensor was left"
-        return
-    if trial.own > BEYOND:
-        yield f"outputs           cannot be compared: two runs without us differ by {trial.own:.0%} of their size (draws that no seed reaches?)"
-        return
     word = "agree" if trial.agree else "DIFFER"
-    yield (
-        f"outputs {word:<9} relative difference {trial.difference:.1e}; two runs without us: {trial.own:.1e}"
-    )
+    if trial.difference is None:
+        yield "outputs: none could be compared: no module was called and no tensor was left"
+    elif trial.own > BEYOND:
+        yield f"outputs cannot be compared: two runs without us differ by {trial.own:.0%} of their size (draws that no seed reaches?)"
+    else:
+        yield f"outputs {word}: relative difference {trial.difference:.1e}; two runs without us: {trial.own:.1e}"
 
 
 def _why(trial: Trial) -> Iterator[str]:
-    gains, refused = [], []
-    for h in trial.tuned.get("helped", ()):
-        first, *rest = h["summary"].splitlines()
-        gains.append(f"{h['name']}: {first}" + (f"; {rest[0]}" if rest else ""))
-        refused += h["refused"]
-    keys = [k for k in trial.tuned.get("keys", ()) if k["us"] and k["eager_us"]]
-    for k in sorted(keys, key=lambda k: k["us"] - k["eager_us"]):
-        refused += [f"{r} ({k['key'].split()[0]})" for r in k["refused"]]
-        if k["candidate"] != "torch.eager":
-            gains.append(f"{k['key']}: {k['candidate']}, {k['eager_us']:.4g} -> {k['us']:.4g} us")
+    helped = trial.tuned.get("helped", [])
+    gains = [f"{h['name']}: {'; '.join(h['summary'].splitlines()[:2])}" for h in helped]
+    gains += trial.tuned.get("gains", [])
+    refused = [r for h in helped for r in h["refused"]] + trial.tuned.get("refused", [])
     for head, given in (("why", gains), ("refused", list(dict.fromkeys(refused)))):
         if given:
             yield head
@@ -114,26 +93,24 @@ def _why(trial: Trial) -> Iterator[str]:
 
 
 def _keep(trial: Trial) -> Iterator[str]:
-    if not trial.won:
-        return
-    yield "to keep it"
-    if trial.repair:
-        yield "  TENSORLOGIC_ENABLE=1 in the environment, or `tensorlogic.enable()` after `import torch, tensorlogic`"
-    helped = [h for h in trial.tuned.get("helped", ()) if h["outcome"] != "original"]
-    for h in helped:
-        yield f"  {h['name']}: `model = tensorlogic.optimize(model, inputs)` before its calls"
-    if trial.tuned.get("written"):
-        yield f"  lockfile: {trial.asked.lockfile} ({trial.tuned['written']} plans), for TENSORLOGIC_LOCKFILE or tensorlogic.policy"
+    if trial.won:
+        yield "to keep it"
+        if trial.repair:
+            yield "  TENSORLOGIC_ENABLE=1 in the environment, or `tensorlogic.enable()` after `import torch, tensorlogic`"
+        for h in trial.tuned.get("helped", ()):
+            if h["outcome"] != "original":
+                yield f"  {h['name']}: `model = tensorlogic.optimize(model, inputs)` before its calls"
+        if trial.tuned.get("written"):
+            yield "  the lockfile: TENSORLOGIC_LOCKFILE, or tensorlogic.policy"
 
 
 def _time(trial: Trial) -> Iterator[str]:
     spent = trial.look["spent"]
     whole = sum(s["seconds"] for s in spent)
-    if not whole:
-        return
-    yield "where its time goes"
-    for s in spent[:WHYS]:
-        yield f"  {s['seconds'] / whole:4.0%}  {s['calls']:>6} x {s['op'].removeprefix('aten::')}  {s['shapes'][:80]}"
+    if whole:
+        yield "where its time goes"
+        for s in spent[:WHYS]:
+            yield f"  {s['seconds'] / whole:4.0%}  {s['calls']:>6} x {s['op'].removeprefix('aten::')}  {s['shapes'][:80]}"
 
 
 def _opportunities(trial: Trial) -> Iterator[str]:
@@ -145,20 +122,15 @@ def _opportunities(trial: Trial) -> Iterator[str]:
 
 def record(trial: Trial) -> dict[str, Any]:
     """What a later run is held to."""
-    return {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "command": trial.asked.command,
-        "environment": trial.look["environment"],
-        "gain": trial.main,
-        "agree": trial.agree,
-        "won": trial.won,
-    }
+    about = {"format": FORMAT, "schema": SCHEMA, "command": trial.asked.command}
+    outcome = {"gain": trial.main, "agree": trial.agree, "won": trial.won}
+    return {**about, "environment": trial.look["environment"], **outcome}
 
 
-def save(trial: Trial, path: Path) -> None:
-    """Write the record."""
+def save(trial: Trial, path: Path) -> str:
+    """Write the record; returns what is said of it."""
     write_text(path, json.dumps(record(trial), indent=1) + "\n", "the record")
+    return f"written: {path.absolute()} (the record, for --verify)"
 
 
 def held(path: Path) -> dict[str, Any]:
@@ -194,8 +166,7 @@ def lost(trial: Trial, known: dict[str, Any], margin: float) -> str | None:
             for n in ("device", "torch", "triton", "driver")
             if known["environment"].get(n) != trial.look["environment"].get(n)
         ]
-        return (
-            f"the gain was {was[0]:.2f}x and is {gain[0]:.2f}x [{gain[1]:.2f}, {gain[2]:.2f}]"
-            + (f" ({'; '.join(changes)})" if changes else "")
+        return f"the gain was {was[0]:.2f}x and is {_interval(gain)}" + (
+            f" ({'; '.join(changes)})" if changes else ""
         )
     return None

@@ -9,8 +9,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ PAIRS = (3, 9)  # runs of a script with and without help: least and most
 # difference of outputs that counts as equal
 BOUND = {"float16": 2e-2, "bfloat16": 8e-2, "float32": 1e-3, "float64": 1e-6}
 GAIN = 1.02  # what less than this is no gain
+APART = ("TENSORLOGIC_ENABLE", "TENSORLOGIC_LOCKFILE")  # would help the plain run, too
+Gain = tuple[float, float, float]  # time before over time after, its 95 % interval
 
 
 @dataclass
@@ -64,19 +66,14 @@ class Trial:
     opportunities: list[Opportunity] = field(default_factory=list)
 
     @property
-    def gain(self) -> tuple[float, float, float] | None:
-        """Time before over time after with its interval; None where nothing was timed."""
+    def gain(self) -> Gain | None:
+        """Of the whole; None where nothing was timed."""
         return ratio(self.plain, self.ours)
 
     @property
-    def call_gain(self) -> tuple[float, float, float] | None:
-        """The same of one call of the program's modules."""
-        return ratio(*self.calls)
-
-    @property
-    def main(self) -> tuple[float, float, float] | None:
+    def main(self) -> Gain | None:
         """What counts: the whole, or one call where the program decides itself how long it runs."""
-        whole, call = self.gain, self.call_gain
+        whole, call = self.gain, ratio(*self.calls)
         return call if call is not None and whole is not None and whole[0] < call[0] else whole
 
     @property
@@ -86,16 +83,8 @@ class Trial:
         sure = gain is not None and gain[1] > 1 and gain[0] >= GAIN
         return sure and self.agree and not self.failure
 
-    @property
-    def expected(self) -> float | None:
-        """What the keys' own measurements would make of the time that their operations take."""
-        keys = [k for k in self.tuned.get("keys", ()) if k["us"] and k["eager_us"]]
-        if not keys:
-            return None
-        return float(sum(k["eager_us"] for k in keys) / sum(k["us"] for k in keys))
 
-
-def ratio(before: list[float], after: list[float]) -> tuple[float, float, float] | None:
+def ratio(before: list[float], after: list[float]) -> Gain | None:
     """Median of the paired ratios and their interval."""
     from ...measure.timer import Samples
 
@@ -105,40 +94,33 @@ def ratio(before: list[float], after: list[float]) -> tuple[float, float, float]
     return Samples({"before": before[:count], "after": after[:count]}).ratio("before", "after")
 
 
+class Failed(Exception):
+    """A child's program did not end with exit code 0."""
+
+
 class Runner:
     """Runs a program's child processes in one temporary folder."""
 
     def __init__(self, asked: Asked, folder: Path) -> None:
         self.asked, self.folder = asked, folder
-        self.spec: dict[str, Any] = {
-            "script": asked.script,
-            "args": list(asked.args),
-            "entry": asked.entry,
-            "repair": False,
-            "modules": {},
-            "lockfile": str(asked.lockfile) if asked.lockfile else "",
-            "budget_s": asked.budget_s / 2,
-        }
+        self.spec: dict[str, Any] = asdict(asked) | {"repair": False, "modules": {}}
+        self.spec["lockfile"] = str(asked.lockfile or "")
+        kept = {k: v for k, v in os.environ.items() if k not in APART}
+        path = os.pathsep.join(filter(None, (str(FOLDER.parent), kept.get("PYTHONPATH"))))
+        self.env = {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TENSORLOGIC_TUNE": "off"}
 
-    def run(self, mode: str, **env: str) -> dict[str, Any]:
+    def run(self, mode: str) -> dict[str, Any]:
         """One process; Failed with its last words when the program fails."""
         (self.folder / "spec.json").write_text(json.dumps(self.spec))
-        command = [
-            sys.executable,
-            "-m",
-            "tensorlogic.cli.try_script.child_process",
-            str(self.folder),
-            mode,
-        ]
+        command = [sys.executable, "-m", f"{__package__}.child_process", str(self.folder), mode]
         with (self.folder / f"{mode}.out").open("w+") as said:
             done = subprocess.run(
-                command, stdout=said, stderr=subprocess.STDOUT, env=_environment(env), check=False
+                command, stdout=said, stderr=subprocess.STDOUT, env=self.env, check=False
             )
             said.seek(0)
-            text = said.read()
+            lines = [line for line in said.read().splitlines() if line.strip()]
         path = self.folder / f"{mode}.json"
         if done.returncode or not path.exists():
-            lines = [line for line in text.splitlines() if line.strip()]
             raise Failed("\n".join(lines[-8:]) or f"exit code {done.returncode}")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
@@ -149,17 +131,6 @@ class Runner:
 
         loaded: dict[str, Any] = torch.load(self.folder / f"{mode}.pt")
         return loaded
-
-
-class Failed(Exception):
-    """A child's program did not end with exit code 0."""
-
-
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without the switches that would help the plain run, too."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("TENSORLOGIC_ENABLE", "TENSORLOGIC_LOCKFILE")}  # fmt: skip
-    path = os.pathsep.join(filter(None, (str(FOLDER.parent), kept.get("PYTHONPATH"))))
-    return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
 
 
 def attempt(asked: Asked, tick: Tick = lambda done, total, text: None) -> Trial:
@@ -180,10 +151,12 @@ def attempt(asked: Asked, tick: Tick = lambda done, total, text: None) -> Trial:
 
 
 def _trial(runner: Runner, tick: Tick) -> Trial:
+    from ...compiler.reporting import remedies
+
     asked = runner.asked
     tick(0, 4, "watching the program once")
     try:
-        trial = Trial(asked, runner.run("look", TENSORLOGIC_TUNE="off"))
+        trial = Trial(asked, runner.run("look"))
     except Failed as problem:
         raise Problem(f"the program fails on its own:\n{problem}") from None
     outside = trial.look["outside"]
@@ -194,11 +167,13 @@ def _trial(runner: Runner, tick: Tick) -> Trial:
             + ". It would be run about ten times more; say --again if that does no harm, or give a function without "
             "side effects: --entry module:function"
         )
-    trial.repair = _slow_halves(trial.look)
+    spent = trial.look["spent"]
+    halves = any(set(s["dtypes"]) & set(remedies.HALVES) for s in spent)
+    trial.repair = halves and trial.look["environment"]["kind"] == "cpu"
     trial.modules = _worth(trial.look, 1 if asked.entry else 2)  # a function is called often
     runner.spec |= {"repair": trial.repair, "modules": trial.modules}
     try:
-        for step in (_turns if asked.entry else _pairs)(runner, trial, tick):
+        for step in (_turns if asked.entry else _pairs)(runner, trial):
             tick(*step)
     except Failed as problem:
         trial.failure = str(problem)
@@ -206,68 +181,50 @@ def _trial(runner: Runner, tick: Tick) -> Trial:
         trial.interrupted = True
         if trial.gain is None:
             raise
-    from ...compiler.reporting import remedies
-
     seconds = min(trial.plain, default=trial.look["seconds"])
     trial.opportunities = remedies.opportunities(trial.look, seconds)
     return trial
 
 
-def _slow_halves(look: dict[str, Any]) -> bool:
-    """Whether half-precision products on a CPU take part of the time."""
-    from ...compiler.reporting.remedies import HALVES
-
-    if look["environment"]["kind"] != "cpu":
-        return False
-    return any(set(s["dtypes"]) & set(HALVES) for s in look["spent"])
-
-
 def _worth(look: dict[str, Any], least: int) -> dict[int, str]:
     """Modules that are called that often and take a share of the time, with their main signature."""
-    most: dict[int, dict[str, Any]] = {}
     whole = sum(s["seconds"] for s in look["spent"])
-    for m in look["modules"]:
-        known = most.get(m["number"])
-        if m["calls"] >= least and (known is None or m["seconds"] > known["seconds"]):
-            most[m["number"]] = m
-    return {n: m["signature"] for n, m in most.items() if m["seconds"] >= SHARE * whole}
+    some = [m for m in look["modules"] if m["calls"] >= least and m["seconds"] >= SHARE * whole]
+    return {m["number"]: m["signature"] for m in sorted(some, key=lambda m: m["seconds"])}
 
 
-def _pairs(runner: Runner, trial: Trial, tick: Tick) -> Iterator[tuple[int, int, str]]:
+def _pairs(runner: Runner, trial: Trial) -> Iterator[tuple[int, int, str]]:
     """A script: tuned once, then whole runs in turn."""
     yield 1, 4, "tuning what it calls"
-    trial.tuned = runner.run("tune", TENSORLOGIC_TUNE="off")
+    trial.tuned = runner.run("tune")
     each = trial.look["seconds"] + trial.tuned["ready"] + 5
     pairs = max(PAIRS[0], min(PAIRS[1], int(runner.asked.budget_s / (2 * each))))
     for done in range(pairs):
-        order = ("plain", "ours") if done % 2 == 0 else ("ours", "plain")
         found = {}
-        for mode in order:
+        for mode in ("plain", "ours") if done % 2 == 0 else ("ours", "plain"):
             yield 2 * done, 2 * pairs, f"{'without' if mode == 'plain' else 'with'} us"
-            found[mode] = runner.run(f"{mode}{done}", TENSORLOGIC_TUNE="off")
+            found[mode] = runner.run(f"{mode}{done}")
         trial.plain.append(found["plain"]["seconds"])
         trial.ours.append(found["ours"]["seconds"])
         if found["plain"]["call"] and found["ours"]["call"]:
             trial.calls[0].append(found["plain"]["call"])
             trial.calls[1].append(found["ours"]["call"])
         trial.tuned["helped"] = found["ours"]["helped"]
-        if done == 0:
-            _compare(trial, runner.outputs("plain0"), {}, runner.outputs("ours0"))
-        elif done == 1:
-            _compare(trial, *(runner.outputs(m) for m in ("plain0", "plain1", "ours0")))
+        if done < 2:
+            again = runner.outputs("plain1") if done else {}
+            _compare(trial, runner.outputs("plain0"), again, runner.outputs("ours0"))
 
 
-def _turns(runner: Runner, trial: Trial, tick: Tick) -> Iterator[tuple[int, int, str]]:
+def _turns(runner: Runner, trial: Trial) -> Iterator[tuple[int, int, str]]:
     """A function: in one process."""
     yield 2, 4, "with and without us in turn"
-    trial.tuned = runner.run("turns", TENSORLOGIC_TUNE="off")
+    trial.tuned = runner.run("turns")
     trial.plain, trial.ours = (trial.tuned["samples"][n] for n in ("plain", "ours"))
-    outputs = runner.outputs("turns")
-    parts = [
-        {n.partition(" ")[2]: t for n, t in outputs.items() if n.startswith(f"{w} ")}
-        for w in ("plain", "again", "ours")
-    ]
-    _compare(trial, *parts)
+    outputs: dict[str, dict[str, Any]] = {"plain": {}, "again": {}, "ours": {}}
+    for name, tensor in runner.outputs("turns").items():
+        which, _, rest = name.partition(" ")
+        outputs[which][rest] = tensor
+    _compare(trial, *outputs.values())
 
 
 def _compare(
@@ -276,12 +233,11 @@ def _compare(
     """How far outputs differ, relative to their size, beside what two plain runs differ by."""
     trial.agree = True
     for name in plain.keys() & ours.keys():
-        dtype = name.rpartition(" ")[2]
         far = _far(plain[name], ours[name])
         own = _far(plain[name], again[name]) if name in again else 0.0
         trial.difference = max(trial.difference or 0.0, far)
         trial.own = max(trial.own, own)
-        if far > max(3 * own, BOUND.get(dtype, 1e-3)):
+        if far > max(3 * own, BOUND.get(name.rpartition(" ")[2], 1e-3)):
             trial.agree = False
 
 

@@ -57,13 +57,8 @@ class Profile(TorchDispatchMode):
 
 
 def _tensors(args: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for a in args:
-        if isinstance(a, Tensor):
-            found.append(a)
-        elif isinstance(a, (list, tuple)):
-            found += [t for t in a if isinstance(t, Tensor)]
-    return found
+    parts = [a if isinstance(a, (list, tuple)) else (a,) for a in args]
+    return [t for part in parts for t in part if isinstance(t, Tensor)]
 
 
 def dtype_name(t: Tensor) -> str:
@@ -92,10 +87,7 @@ def fresh() -> float:
     """Microseconds that a MiB of fresh CPU memory costs beside a MiB that is reused."""
     x = torch.ones(16 << 18)
     out = torch.empty_like(x)
-    calls: dict[str, list[timer.Call]] = {
-        "fresh": [lambda: x + 1],
-        "reused": [lambda: torch.add(x, 1, out=out)],
-    }
+    calls: dict[str, list[timer.Call]] = {"fresh": [lambda: x + 1], "reused": [lambda: torch.add(x, 1, out=out)]}  # fmt: skip
     samples = timer.device_samples(calls, torch.device("cpu"), 0.1, rounds=7)
     return max(0.0, samples.median("fresh") - samples.median("reused")) / 16
 

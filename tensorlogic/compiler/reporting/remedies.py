@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...measure.opportunity import HIGH, LEVELS, MEDIUM, Opportunity, time_text
+from ...measure.opportunity import Opportunity, level, time_text
 
 ELEMENTWISE = frozenset(
     f"aten::{n}{s}"
@@ -18,8 +18,6 @@ PRODUCTS = frozenset(
     f"aten::{n}" for n in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")
 )
 HALVES = ("float16", "bfloat16")
-
-
 PASSES, LAUNCHES = "extra passes over memory", "launch cost"  # what `optimize` is the remedy for
 # launches that a product takes at least as long as, to be about arithmetic
 WORK = 10
@@ -33,15 +31,17 @@ def opportunities(look: dict[str, Any], seconds: float) -> list[Opportunity]:
     # watched calls are waited for, and the first are cold
     shrunk = min(1.0, seconds / max(seen, 1e-12))
     spent = [{**s, "seconds": s["seconds"] * shrunk} for s in look["spent"]]
-    found = [*_conversions(spent), *_transfers(spent), *_passes(spent), *_float32(spent, look)]
-    found += [*_launches(look, seconds), *_fresh(spent, look), *_batches(look)]
-    ranked = []
-    for o in sorted(found, key=lambda o: -o.above_us):
-        share = o.above_us / max(seconds * 1e6, 1e-9)
-        level = LEVELS[0 if share >= HIGH else 1 if share >= MEDIUM else 2]
-        gain = 1 / max(1 - share, 0.05)
-        ranked.append(replace(o, priority=level, gain=o.gain if o.gain > 0 else gain))
-    return ranked
+    found = [
+        *_summed(spent),
+        *_float32(spent, look),
+        *_launches(look, seconds),
+        *_fresh(spent, look),
+    ]
+    shares = [(o.above_us / max(seconds * 1e6, 1e-9), o) for o in found]
+    return [
+        replace(o, priority=level(share), gain=1 / max(1 - share, 0.05))
+        for share, o in sorted(shares, key=lambda pair: -pair[0])
+    ]
 
 
 def split(
@@ -79,50 +79,25 @@ def _made(what: str, at: str, us: float, cause: str, remedy: str, effort: str) -
     return Opportunity(what, at, us, 0.0, cause, remedy, effort, ())
 
 
-def _sum(spent: list[dict[str, Any]], ops: Any) -> tuple[float, int, str]:
-    """Microseconds, calls, and the arguments that take most."""
-    some = [s for s in spent if s["op"] in ops]
-    most = some[0]["shapes"] if some else ""
-    return 1e6 * sum(s["seconds"] for s in some), sum(s["calls"] for s in some), most
+# operations -> their opportunity in words, the share of their time that it could save, cause, remedy, effort
+SUMMED = (
+    ({"aten::_to_copy"}, "conversions", 1.0, "conversion between dtypes or layouts",
+     "keep values in one dtype from layer to layer; convert weights once, before the loop", "medium"),
+    ({"aten::copy_", "aten::_local_scalar_dense"}, "copies and reads of single values", 1.0,
+     "transfer: values are copied, or waited for one by one",
+     "copy into pinned memory once a batch; call `.item()` outside the loop", "low"),
+    # what a fused pass reads and writes less, at most
+    (ELEMENTWISE, "element-wise operations and norms on their own", 0.5, PASSES,
+     "`tensorlogic.optimize(model, inputs)`, or the fused functions", "low"),
+)  # fmt: skip
 
 
-def _conversions(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
-    us, calls, at = _sum(spent, {"aten::_to_copy"})
-    if calls:
-        yield _made(
-            f"{calls} conversions",
-            at,
-            us,
-            "conversion between dtypes or layouts",
-            "keep values in one dtype from layer to layer; convert weights once, before the loop",
-            "medium",
-        )
-
-
-def _transfers(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
-    us, calls, at = _sum(spent, {"aten::copy_", "aten::_local_scalar_dense"})
-    if calls and us:
-        yield _made(
-            f"{calls} copies and reads of single values",
-            at,
-            us,
-            "transfer: values are copied, or waited for one by one",
-            "copy into pinned memory once a batch; call `.item()` outside the loop",
-            "low",
-        )
-
-
-def _passes(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
-    us, calls, at = _sum(spent, ELEMENTWISE)
-    if calls:
-        yield _made(
-            f"{calls} element-wise operations and norms on their own",
-            at,
-            0.5 * us,  # what a fused pass reads and writes less, at most
-            PASSES,
-            "`tensorlogic.optimize(model, inputs)`, or the fused functions",
-            "low",
-        )
+def _summed(spent: list[dict[str, Any]]) -> Iterator[Opportunity]:
+    for ops, words, share, *rest in SUMMED:
+        some = [s for s in spent if s["op"] in ops]
+        us, calls = 1e6 * sum(s["seconds"] for s in some), sum(s["calls"] for s in some)
+        if calls and us:
+            yield _made(f"{calls} {words}", some[0]["shapes"], share * us, *rest)
 
 
 def _float32(spent: list[dict[str, Any]], look: dict[str, Any]) -> Iterator[Opportunity]:
@@ -169,23 +144,3 @@ def _fresh(spent: list[dict[str, Any]], look: dict[str, Any]) -> Iterator[Opport
             "`tensorlogic.enable(pool=True)`, or TENSORLOGIC_ENABLE=pool",
             "low",
         )
-
-
-def _batches(look: dict[str, Any]) -> Iterator[Opportunity]:
-    curve = look.get("curve") or []
-    if len(curve) < 2:
-        return
-    one, many = curve[0], max(curve, key=lambda p: p[0] / p[1])
-    calls = max((m["calls"] for m in look["modules"]), default=0)
-    saved = calls * (one[1] - many[1] / many[0] * one[0])
-    if saved > 0 and many[0] > one[0]:
-        made = _made(
-            f"{calls} calls of batch {one[0]}",
-            "measured below",
-            saved,
-            "many small requests: weights and launches are paid for each",
-            f"collect them up to batch {many[0]}: one waits {many[1] / one[1]:.1f} times as long, "
-            f"{many[0] / many[1] / (one[0] / one[1]):.1f} times as many are served",
-            "medium",
-        )
-        yield replace(made, gain=many[0] / many[1] / (one[0] / one[1]))

@@ -199,7 +199,6 @@ def scores_rows_launcher(
         floats=("scale",),
         constexprs={"MASK": mask, "CAUSAL": is_causal, **blocks},
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=align,
     )
@@ -224,10 +223,8 @@ def scores_rows_backward_launcher(
         grid=grid,
         pointers={"y_ptr": dtype, "dy_ptr": dtype, "mask_ptr": mask_dtype, "ds_ptr": dtype},
         integers=integers,
-        floats=(),
         constexprs={"MASK": mask, "CAUSAL": is_causal, **blocks},
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=align,
     )

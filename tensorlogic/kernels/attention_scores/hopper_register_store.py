@@ -348,7 +348,6 @@ def by_rows(
         floats=("scale",),
         constexprs={"D": d, **constexprs},
         num_warps=warps,
-        num_stages=1,
         device=device,
         registers=registers(d),
     )  # fmt: skip

@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.cross_entropy.rows import sum_losses, write_loss
 from tensorlogic.kernels.row_access.ragged import SHORTEST, parts_of
 from tensorlogic.kernels.triton_runtime.device_math import finite_or_zero, follow
 from tensorlogic.kernels.triton_runtime.launch import prepare
 from tensorlogic.system.compile_pool import CompileFailure
 
-from ..row_access.shared_memory import SIZE
 from ..triton_runtime.exact_exp import (
     LN2,
     ONE,
@@ -265,7 +265,7 @@ def together_refusal(
     columns: int, dtype: str, reduction: str, smoothing: float, align: int
 ) -> str | None:
     """None, or why loss and gradient cannot be made in one pass."""
-    width = 16 // SIZE[dtype]
+    width = 16 // SIZES[dtype]
     if reduction == "none" or smoothing:
         return "a reduced loss without smoothing is required"
     if align < 16:
@@ -277,7 +277,7 @@ def together_refusal(
 
 def together_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
     """Configurations, best guess first: lanes and warps; none where a row is too long or shorter than half a tile."""
-    width = 16 // SIZE[dtype]
+    width = 16 // SIZES[dtype]
     return [
         {"LANES": lanes, "num_warps": lanes // 32}
         for lanes in (256, 512, 128, 32)
@@ -294,10 +294,8 @@ def share_launcher(
         grid=(1, 1, 1),
         pointers={"t_ptr": "i64", "share_ptr": "f32"},
         integers={"R": rows, "IGNORE": ignore_index},
-        floats=(),
         constexprs={"MEAN": reduction == "mean", "BLOCK": 8192},
         num_warps=16,
-        num_stages=1,
         device=device,
     )
 
@@ -316,7 +314,7 @@ def together_launcher(
     x, dx [rows, columns] contiguous, t int64 [rows]; part: float32 workspace [rows]; lse: float32 [2 rows]; y: the loss, share:
     float32 [1]; counter: int64 [1], zero before and after; cell and used: int32 [2], for `settle_launcher`.
     """
-    lanes, width = config["LANES"], 16 // SIZE[dtype]
+    lanes, width = config["LANES"], 16 // SIZES[dtype]
     held = triton.cdiv(columns, lanes * width)
     if 4 * held > MOST_WORDS:
         raise CompileFailure(f"a program of {lanes} lanes does not hold a row of {columns} {dtype}")
@@ -329,13 +327,11 @@ def together_launcher(
             "cell_ptr": "i32", "used_ptr": "i32", "dx_ptr": dtype,
         },
         integers={"R": rows, "C": columns, "IGNORE": ignore_index},
-        floats=(),
         constexprs={
             "MEAN": reduction == "mean", "HELD": held, "EVEN": columns % (lanes * width) == 0, "ODD": columns % width > 0,
             "BLOCK": 128 * config["num_warps"], "LANES": lanes, "WIDTH": width,
         },
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         registers=128 if 4 * held > MOST_WORDS // 2 else 64,
     )  # fmt: skip
@@ -364,9 +360,7 @@ def settle_launcher(
             "dx_ptr": dtype,
         },
         integers={"R": rows, "C": columns, "IGNORE": ignore_index},
-        floats=(),
-        constexprs={"ODD": columns * SIZE[dtype] % 16 > 0, "LANES": 256, "WIDTH": 16 // SIZE[dtype]},
+        constexprs={"ODD": columns * SIZES[dtype] % 16 > 0, "LANES": 256, "WIDTH": 16 // SIZES[dtype]},
         num_warps=8,
-        num_stages=1,
         device=device,
     )  # fmt: skip

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.cross_entropy.fused_backward import share_launcher
-from tensorlogic.kernels.cross_entropy.rows import cross_entropy_reduce
-from tensorlogic.kernels.row_access.shared_memory import SIZE
+from tensorlogic.kernels.cross_entropy.rows import total_launcher
 from tensorlogic.kernels.triton_runtime import launch
-from tensorlogic.kernels.triton_runtime.launch import prepare
 from tensorlogic.system.compile_pool import CompileFailure
 
 from ..row_access.shared_memory import odd, registers, tiles
@@ -23,7 +22,7 @@ LEAST_BYTES = 64 * 1024
 def held_configs(columns: int, dtype: str, tensors: int = 1) -> list[dict[str, Any]]:
     """Configurations, best guess first: lanes of a tile, warps, programs of a multiprocessor, tiles in registers, and how many
     tiles later one that has been asked for is summed."""
-    if columns * SIZE[dtype] * tensors <= LEAST_BYTES:
+    if columns * SIZES[dtype] * tensors <= LEAST_BYTES:
         return []
     shapes = {
         1: ((512, 2, 5, 4), (1024, 1, 8, 4), (1024, 1, 8, 3)),
@@ -55,7 +54,7 @@ def held_launcher(
         raise CompileFailure(
             f"a program of {dict(config)} does not hold a row of {columns} {dtype}"
         )
-    width = 16 // SIZE[dtype]
+    width = 16 // SIZES[dtype]
     first = share_launcher(rows, reduction, ignore_index, device)
     start = launch.prepare(
         cross_entropy_held,
@@ -65,27 +64,15 @@ def held_launcher(
             "dx_ptr": dtype,
         },
         integers={"R": rows, "C": columns, "IGNORE": ignore_index},
-        floats=(),
         constexprs={
             "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0,
             "ODD": odd(columns, dtype), "LANES": lanes, "WIDTH": width,
         },
         num_warps=warps,
         registers=registers(config),
-        num_stages=1,
         device=device,
     )  # fmt: skip
-    last = prepare(
-        cross_entropy_reduce,
-        grid=(1, 1, 1),
-        pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": dtype, "share_ptr": "f32"},
-        integers={"R": rows, "IGNORE": ignore_index},
-        floats=(),
-        constexprs={"MEAN": reduction == "mean", "SAVE": False, "BLOCK": 4096},
-        num_warps=8,
-        num_stages=1,
-        device=device,
-    )
+    last = total_launcher(rows, dtype, reduction, ignore_index, device, save=False)
 
     def all_three(
         x: Any, t: Any, part: Any, lse: Any, y: Any, share: Any, counter: Any, cell: Any, used: Any, dx: Any

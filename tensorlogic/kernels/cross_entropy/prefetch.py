@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.cross_entropy.rows import write_loss
 from tensorlogic.kernels.triton_runtime.device_math import finite_or_zero, follow
 from tensorlogic.kernels.triton_runtime.exact_exp import (
@@ -145,7 +146,6 @@ def cross_entropy_total(
     write_loss(y_ptr, share_ptr, tl.sum(parts, 0), tl.sum(counted, 0), MEAN, SAVE)
 
 
-SIZE = {"f16": 2, "bf16": 2, "f32": 4}
 MOST_TILES = 32  # of a row: its steps are written out
 LEAST_BYTES, MOST_BYTES = 8 * 1024, 16 * 1024 * MOST_TILES  # of a row
 
@@ -156,7 +156,7 @@ def ahead_refusal(
     """None, or why programs that ask ahead cannot serve such a loss."""
     if reduction == "none" or smoothing:
         return "a reduced loss without smoothing is required"
-    length = columns * SIZE[dtype]
+    length = columns * SIZES[dtype]
     if align < 16 or length % 16 or not LEAST_BYTES <= length <= MOST_BYTES:
         return f"rows of whole groups of 16 bytes at 16-byte addresses, {LEAST_BYTES} to {MOST_BYTES} bytes, are required"
     return None
@@ -164,7 +164,7 @@ def ahead_refusal(
 
 def tiles(columns: int, dtype: str, config: Mapping[str, Any]) -> tuple[int, int]:
     """(lanes, tiles of a row): a neighbour's tiles are made larger where a row has too many of them."""
-    groups, lanes = columns * SIZE[dtype] // 16, config["LANES"]
+    groups, lanes = columns * SIZES[dtype] // 16, config["LANES"]
     while -(-groups // lanes) > MOST_TILES:
         lanes *= 2
     return lanes, -(-groups // lanes)
@@ -172,7 +172,7 @@ def tiles(columns: int, dtype: str, config: Mapping[str, Any]) -> tuple[int, int
 
 def ahead_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
     """Configurations, best guess first: groups of 16 bytes in a tile, warps, tiles on their way, whether ignored rows are skipped."""
-    groups = columns * SIZE[dtype] // 16
+    groups = columns * SIZES[dtype] // 16
     wide = ((512, 8, 2, True), (1024, 8, 1, True), (256, 8, 4, True), (1024, 8, 1, False))
     narrow = ((256, 4, 2, True), (128, 4, 4, True), (256, 4, 2, False))
     return [
@@ -200,13 +200,11 @@ def ahead_launcher(
         grid=(rows, 1, 1),
         pointers={"x_ptr": dtype, "t_ptr": "i64", "loss_ptr": "f32", "lse_ptr": "f32"},
         integers={"R": rows, "C": columns, "IGNORE": ignore_index},
-        floats=(),
         constexprs={
-            "SAVE": save, "TILES": count, "DEPTH": min(config["DEPTH"], count), "EVEN": columns * SIZE[dtype] % (16 * lanes) == 0,
-            "LANES": lanes, "WIDTH": 16 // SIZE[dtype], "SKIP": config["SKIP"],
+            "SAVE": save, "TILES": count, "DEPTH": min(config["DEPTH"], count), "EVEN": columns * SIZES[dtype] % (16 * lanes) == 0,
+            "LANES": lanes, "WIDTH": 16 // SIZES[dtype], "SKIP": config["SKIP"],
         },
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
     )  # fmt: skip
     last = prepare(
@@ -214,10 +212,8 @@ def ahead_launcher(
         grid=(1, 1, 1),
         pointers={"loss_ptr": "f32", "y_ptr": dtype, "share_ptr": "f32"},
         integers={"R": rows},
-        floats=(),
         constexprs={"MEAN": reduction == "mean", "SAVE": save, "BLOCK": 4096},
         num_warps=32,
-        num_stages=1,
         device=device,
     )
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.row_access.contiguous import row_body, row_ends, row_statistics, with_ends
-from tensorlogic.kernels.row_access.ragged import SIZE
 from tensorlogic.kernels.softmax.rows import row_configs
 from tensorlogic.kernels.triton_runtime.device_math import follow, powers
 from tensorlogic.kernels.triton_runtime.launch import prepare
@@ -320,10 +320,8 @@ def cross_entropy_launcher(
     """
     held = config["strategy"] == "registers"
     last = config["last"] and reduction != "none"
-    mean = reduction == "mean"
     names = ("BLOCK_R", "BLOCK_C", "LANES", "WIDTH")
     blocks: dict[str, int] = {name: config[name] for name in names if name in config}
-    finish: dict[str, Any] = {"num_stages": 1, "device": device, "align": align}
     start = prepare(
         cross_entropy_fwd_registers if held else cross_entropy_fwd_online,
         grid=(triton.cdiv(rows, config.get("BLOCK_R", 1)), 1, 1),
@@ -342,9 +340,9 @@ def cross_entropy_launcher(
             "SMOOTH": smooth,
             "SAVE": save,
             "LAST": last,
-            "MEAN": mean,
+            "MEAN": reduction == "mean",
             **(
-                {"SKIP": rows * columns * SIZE[dtype] >= SPARED, "ONE": rows <= config["BLOCK_R"]}
+                {"SKIP": rows * columns * SIZES[dtype] >= SPARED, "ONE": rows <= config["BLOCK_R"]}
                 if held
                 else {"EVEN": columns % config["WIDTH"] == 0}
             ),
@@ -352,20 +350,12 @@ def cross_entropy_launcher(
             **blocks,
         },
         num_warps=config["num_warps"],
-        **finish,
+        device=device,
+        align=align,
     )
     if reduction == "none" or last:
         return start
-    second = prepare(
-        cross_entropy_reduce,
-        grid=(1, 1, 1),
-        pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": loss_dtype, "share_ptr": "f32"},
-        integers={"R": rows, "IGNORE": ignore_index},
-        floats=(),
-        constexprs={"MEAN": mean, "SAVE": save, "BLOCK": 4096},
-        num_warps=8,
-        **finish,
-    )
+    second = total_launcher(rows, loss_dtype, reduction, ignore_index, device, save, align)
 
     def both(
         x: Any, t: Any, loss: Any, lse: Any, y: Any, share: Any, counter: Any, s: float
@@ -373,6 +363,22 @@ def cross_entropy_launcher(
         return start(x, t, loss, lse, y, share, counter, s) and second(loss, t, y, share)
 
     return both
+
+
+def total_launcher(
+    rows: int, dtype: str, reduction: str, ignore_index: int, device: torch.device, save: bool, align: int = 16
+) -> Callable[..., bool]:  # fmt: skip
+    """A callable (loss, t, y, share) -> bool: y, of `dtype`, is the sum or mean of the losses of all rows."""
+    return prepare(
+        cross_entropy_reduce,
+        grid=(1, 1, 1),
+        pointers={"loss_ptr": "f32", "t_ptr": "i64", "y_ptr": dtype, "share_ptr": "f32"},
+        integers={"R": rows, "IGNORE": ignore_index},
+        constexprs={"MEAN": reduction == "mean", "SAVE": save, "BLOCK": 4096},
+        num_warps=8,
+        device=device,
+        align=align,
+    )
 
 
 def cross_entropy_backward_configs(columns: int, dtype: str) -> list[dict[str, Any]]:
@@ -420,14 +426,13 @@ def cross_entropy_backward_launcher(
             "PER_ROW": reduction == "none",
             "SMOOTH": smooth,
             "EVEN": columns % width == 0 or config["BLOCK_R"] > 1,
-            "SKIP": rows * columns * SIZE[dtype] >= SPARED,
+            "SKIP": rows * columns * SIZES[dtype] >= SPARED,
             "WIDTH": width,
             "LARGE": LARGE[dtype],
             "BLOCK_R": config["BLOCK_R"],
             "BLOCK_C": config["BLOCK_C"],
         },
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=align,
     )

@@ -243,17 +243,9 @@ def shared_gradient_space(
 
 
 def shared_gradient_launcher(
-    op: str,
-    dtype: str,
-    rows: int,
-    columns: int,
-    along: bool,
-    modes: Mapping[str, str],
-    steps: tuple[tuple[int, int], tuple[int, int]],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
+    op: str, dtype: str, rows: int, columns: int, along: bool, modes: Mapping[str, str],
+    steps: tuple[tuple[int, int], tuple[int, int]], config: dict[str, Any], device: torch.device, align: int,
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (dy[, a][, b][, y][, da][, db][, dc], space, counter) -> bool over [rows, columns]; all of one dtype.
 
     `modes` says of dy, a, b and y whether each is "full", a "row", a "column", "one" element (dy alone) or "none" where it is not
@@ -262,36 +254,14 @@ def shared_gradient_launcher(
     """
     names = ("dy", "a", "b", "y", "da", "db", "dc")
     tiles = triton.cdiv(rows, config["BLOCK_R"]) if along else triton.cdiv(columns, config["BLOCK_C"])  # fmt: skip
+    pointers = {f"{n}_ptr": dtype for n in names if modes[n] != "none"}
     return prepare(
-        shared_gradients,
-        grid=(tiles * config["parts"], 1, 1),
-        pointers={
-            **{f"{n}_ptr": dtype for n in names if modes[n] != "none"},
-            "space_ptr": "f32",
-            "counter_ptr": "i32",
-        },
-        integers={
-            "M": rows,
-            "N": columns,
-            "PARTS": config["parts"],
-            "a_step": steps[0][0],
-            "b_step": steps[1][0],
-        },
-        floats=(),
+        shared_gradients, grid=(tiles * config["parts"], 1, 1), pointers={**pointers, "space_ptr": "f32", "counter_ptr": "i32"},
+        integers={"M": rows, "N": columns, "PARTS": config["parts"], "a_step": steps[0][0], "b_step": steps[1][0]}, floats=(),
         constexprs={
-            "OP": op,
-            **{n.upper(): modes[n] for n in names},
-            "SLOTS": sum(modes[n] == "sum" for n in ("da", "db", "dc")),
-            "SHARED": config["parts"] > 1,
-            "ALONG": along,
-            "A_UNIT": steps[0][1],
-            "B_UNIT": steps[1][1],
-            "BLOCK_R": config["BLOCK_R"],
-            "BLOCK_C": config["BLOCK_C"],
-            "BLOCK_P": triton.next_power_of_2(config["parts"]),
+            "OP": op, **{n.upper(): modes[n] for n in names}, "SLOTS": sum(modes[n] == "sum" for n in ("da", "db", "dc")),
+            "SHARED": config["parts"] > 1, "ALONG": along, "A_UNIT": steps[0][1], "B_UNIT": steps[1][1],
+            "BLOCK_R": config["BLOCK_R"], "BLOCK_C": config["BLOCK_C"], "BLOCK_P": triton.next_power_of_2(config["parts"]),
         },
-        num_warps=config["num_warps"],
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
+    )  # fmt: skip

@@ -171,30 +171,41 @@ def apply_configs(rows: int, columns: int) -> tuple[dict[str, Any], ...]:
     )
 
 
+def launcher(
+    kernel: Any, rows: int, columns: int, dtypes: dict[str, str | None], config: dict[str, Any], device: torch.device, align: int,
+    floats: tuple[str, ...] = (), named: dict[str, Any] | None = None, strides: dict[str, int] | None = None,
+) -> Callable[..., bool]:  # fmt: skip
+    """A callable over what `kernel`, a pass over [rows, columns], takes in its order: the tensors of `dtypes` (None: absent), space and
+    counter where `parts` programs share columns (see `backward_space`), then `floats` by name. `named`: what it is compiled for.
+
+    False where a pointer is less aligned than `align` bytes; raises CompileFailure.
+    """
+    integers = {"M": rows, "N": columns, **(strides or {})}
+    pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
+    constexprs = {name: value for name, value in config.items() if name.startswith("BLOCK")}
+    tiles = triton.cdiv(columns, config["BLOCK_C"])
+    if "parts" in config:
+        pointers |= {"space_ptr": "f32", "counter_ptr": "i32"}
+        integers["PARTS"] = config["parts"]
+        constexprs["BLOCK_P"] = triton.next_power_of_2(config["parts"])
+        tiles *= config["parts"]
+    elif "BLOCK_R" in config:
+        tiles *= triton.cdiv(rows, config["BLOCK_R"])
+    return prepare(
+        kernel, grid=(tiles, 1, 1), pointers=pointers, integers=integers, floats=floats, constexprs={**(named or {}), **constexprs},
+        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
+    )  # fmt: skip
+
+
 def apply_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
+    rows: int, columns: int, dtypes: dict[str, str | None], config: dict[str, Any], device: torch.device, align: int
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (z[, bias], mean, var[, gamma][, beta], y[, kept], eps) -> bool over contiguous [rows, columns].
 
     `dtypes`: names of z, bias, mean, var, gamma, beta, y and kept, in this order; None: absent.
     """
-    return prepare(
-        batch_norm_relu_fwd_tiled,
-        grid=(triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"]), 1, 1),
-        pointers={f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None},
-        integers={"M": rows, "N": columns},
-        floats=("eps",),
-        constexprs={"BLOCK_R": config["BLOCK_R"], "BLOCK_C": config["BLOCK_C"]},
-        num_warps=config["num_warps"],
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+    how = (dtypes, config, device, align)
+    return launcher(batch_norm_relu_fwd_tiled, rows, columns, *how, ("eps",))
 
 
 def backward_configs(
@@ -224,52 +235,21 @@ def backward_space(columns: int, slots: int, config: dict[str, Any]) -> tuple[in
     return tiles * config["parts"] * slots * config["BLOCK_C"], tiles
 
 
-def _with_sums(
-    kernel: Any, rows: int, columns: int, dtypes: dict[str, str | None], floats: tuple[str, ...], named: dict[str, Any],
-    config: dict[str, Any], device: torch.device, align: int,
-) -> Callable[..., bool]:  # fmt: skip
-    pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
-    blocks = {
-        "BLOCK_R": config["BLOCK_R"],
-        "BLOCK_C": config["BLOCK_C"],
-        "BLOCK_P": triton.next_power_of_2(config["parts"]),
-    }
-    return prepare(
-        kernel, grid=(triton.cdiv(columns, config["BLOCK_C"]) * config["parts"], 1, 1),
-        pointers={**pointers, "space_ptr": "f32", "counter_ptr": "i32"},
-        integers={"M": rows, "N": columns, "PARTS": config["parts"]}, floats=floats, constexprs={**named, **blocks},
-        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
-    )  # fmt: skip
-
-
 def activation_backward_launcher(
-    kind: str,
-    rows: int,
-    columns: int,
-    dtype: str,
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
+    kind: str, rows: int, columns: int, dtype: str, config: dict[str, Any], device: torch.device, align: int
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (dy, kept, dz, db, space, counter) -> bool over contiguous [rows, columns]; `kind`: "relu_bwd", ..."""
     dtypes: dict[str, str | None] = dict.fromkeys(("dy", "kept", "dz", "db"), dtype)
-    return _with_sums(
-        activation_bwd_columns, rows, columns, dtypes, (), {"OP": kind}, config, device, align
-    )
+    how = (dtypes, config, device, align)
+    return launcher(activation_bwd_columns, rows, columns, *how, named={"OP": kind})
 
 
 def backward_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int,
-) -> Callable[..., bool]:
+    rows: int, columns: int, dtypes: dict[str, str | None], config: dict[str, Any], device: torch.device, align: int
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (dy, y, z, mean, var[, gamma], dz, db, dgamma, dbeta, space, counter, eps) -> bool, all contiguous.
 
     `dtypes`: of all of these up to dbeta; None: absent.
     """
-    return _with_sums(
-        batch_norm_relu_bwd_columns, rows, columns, dtypes, ("eps",), {}, config, device, align
-    )
+    how = (dtypes, config, device, align)
+    return launcher(batch_norm_relu_bwd_columns, rows, columns, *how, ("eps",))

@@ -368,12 +368,8 @@ def elementwise_rows(
 
 
 def elementwise_configs(
-    dtypes: Sequence[str],
-    rows: int,
-    columns: int,
-    modes: Sequence[str],
-    steps: Sequence[Steps] = (),
-) -> list[dict[str, Any]]:
+    dtypes: Sequence[str], rows: int, columns: int, modes: Sequence[str], steps: Sequence[Steps] = ()
+) -> list[dict[str, Any]]:  # fmt: skip
     """Configurations, best guess first; `strategy` is "flat" or "rows", which alone takes `steps`."""
     wide = 2 if "f32" in dtypes else 1
     if any(r == 1 and c > 1 for _, _, r, c in steps) and rows > 1 and columns > 1:
@@ -506,17 +502,9 @@ def _taking(start: Callable[..., bool], inputs: int, outputs: int) -> Callable[.
 
 
 def elementwise_launcher(
-    op: str,
-    dtypes: Sequence[str],
-    rows: int,
-    columns: int,
-    modes: Sequence[str],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int = 16,
-    outer: tuple[int, int] = (1, 1),
-    steps: Sequence[Steps] = (),
-) -> Callable[..., bool]:
+    op: str, dtypes: Sequence[str], rows: int, columns: int, modes: Sequence[str], config: dict[str, Any], device: torch.device,
+    align: int = 16, outer: tuple[int, int] = (1, 1), steps: Sequence[Steps] = (),
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (*inputs, *outputs) -> bool for `op` over [rows, columns], or [*outer, rows, columns] by `steps`.
 
     `dtypes` names the dtype of every input, then of every output; `modes` has one of MODES per input. `steps`: strides of every
@@ -548,18 +536,9 @@ def elementwise_launcher(
         integers=integers,
         floats=(),
         constexprs={
-            "OP": op,
-            "INPUTS": inputs,
-            "OUTPUTS": outputs,
-            **dict(zip(("A_MODE", "B_MODE", "C_MODE"), kinds, strict=True)),
-            "EVICT": "evict_first" if config["stream"] else "",
-            "STORE": ".cs" if config["stream"] else "",
-            **blocks,
-            **known,
+            "OP": op, "INPUTS": inputs, "OUTPUTS": outputs, **dict(zip(("A_MODE", "B_MODE", "C_MODE"), kinds, strict=True)),
+            "EVICT": "evict_first" if config["stream"] else "", "STORE": ".cs" if config["stream"] else "", **blocks, **known,
         },
-        num_warps=config["num_warps"],
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
+    )  # fmt: skip
     return _taking(start, inputs, outputs)

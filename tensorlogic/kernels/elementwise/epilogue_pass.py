@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.kernels.elementwise.column_passes import launcher
 from tensorlogic.kernels.triton_runtime.device_math import activate, follow
-from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit
@@ -48,28 +48,13 @@ def finish_configs(columns: int) -> tuple[dict[str, Any], ...]:
 
 
 def finish_launcher(
-    rows: int,
-    columns: int,
-    dtypes: dict[str, str | None],
-    residual: tuple[int, int],
-    kind: str,
-    config: dict[str, Any],
-    device: torch.device,
-    align: int = 16,
-) -> Callable[..., bool]:
+    rows: int, columns: int, dtypes: dict[str, str | None], residual: tuple[int, int], kind: str, config: dict[str, Any],
+    device: torch.device, align: int = 16,
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (z[, bias][, residual], y[, kept]) -> bool over contiguous z, y and kept [rows, columns]; y is z after `kind`.
 
     `dtypes`: names of these, in this order; None: absent. `residual`: its strides of rows and columns.
     """
-    return prepare(
-        finish_tiled,
-        grid=(triton.cdiv(rows, config["BLOCK_R"]) * triton.cdiv(columns, config["BLOCK_C"]), 1, 1),
-        pointers={f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None},
-        integers={"M": rows, "N": columns, "stride_rm": residual[0], "stride_rn": residual[1]},
-        floats=(),
-        constexprs={"KIND": kind, "BLOCK_R": config["BLOCK_R"], "BLOCK_C": config["BLOCK_C"]},
-        num_warps=config["num_warps"],
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+    strides = dict(zip(("stride_rm", "stride_rn"), residual, strict=True))
+    how = (dtypes, config, device, align)
+    return launcher(finish_tiled, rows, columns, *how, named={"KIND": kind}, strides=strides)

@@ -1,40 +1,28 @@
-"""From an op's key to the matrix product family: operands from tensor specs, and launchers that allocate and start."""
+"""From the plan of an op to its launcher, which allocates the outputs and starts the kernels of the plan's products."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
 import torch
 
-from tensorlogic.kernels.gemm import spec
-
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
 from ...core.op import Op
 from ...system.compile_pool import CompileFailure
-from ...system.hardware import triton_missing
 from .. import register
 from ..triton_runtime import launch_plan, scratch
-from .cublaslt import lt_arguments, lt_available, lt_configs, lt_launcher, lt_refusal
+from . import tiled
+from .cublaslt import lt_arguments, lt_configs, lt_launcher, lt_refusal
 from .hopper import specialised_configs, specialised_refusal
 from .spec import GemmSpec, Operand
-from .tiled import (
-    MOST_CONFIGS,
-    gemm_arguments,
-    gemm_configs,
-    gemm_launcher,
-    gemm_refusal,
-    gemm_workspace,
-)
 
 Start = Callable[..., bool]
-FEW_COLUMNS = 4  # of a float32 product, that are summed by lanes
 CHAINED = 16  # rows of a tile from which they are not
 
 
@@ -61,7 +49,7 @@ class Product:
 
     def refusal(self) -> str | None:
         """None, or why the engine cannot serve it."""
-        return (lt_refusal if self.library else gemm_refusal)(self.spec)
+        return (lt_refusal if self.library else tiled.gemm_refusal)(self.spec)
 
     def configs(self) -> list[dict[str, Any]]:
         """Configurations, best guess first."""
@@ -70,17 +58,17 @@ class Product:
         specialised = (
             specialised_configs(self.spec, register.cores()) if register.bulk_copies() else []
         )
-        return [*specialised, *self._tiled(MOST_CONFIGS - len(specialised) // 2)]
+        return [*specialised, *self._tiled(tiled.MOST_CONFIGS - len(specialised) // 2)]
 
     def _few_columns(self) -> bool:
         spec = self.spec
-        return spec.x.dtype == "f32" and spec.n <= FEW_COLUMNS and spec.precision == "ieee"
+        return spec.x.dtype == "f32" and spec.n <= tiled.FEW_COLUMNS and spec.precision == "ieee"
 
-    def _tiled(self, most: int = MOST_CONFIGS) -> list[dict[str, Any]]:
+    def _tiled(self, most: int = tiled.MOST_CONFIGS) -> list[dict[str, Any]]:
         spec, size = self.spec, DTYPES[self.spec.x.dtype].itemsize
         if self._few_columns():
-            return few_columns(spec.m * spec.batch, spec.n, spec.k, register.cores())
-        return gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, register.cores(), most)
+            return tiled.few_columns(spec.m * spec.batch, spec.n, spec.k, register.cores())
+        return tiled.gemm_configs(spec.m * spec.batch, spec.n, spec.k, size, register.cores(), most)
 
     def _fitting(self, config: Config) -> Config:
         """`config`, which may come from a neighbour; the engine's best guess where it is one of another launch, the best plain tiles
@@ -101,7 +89,7 @@ class Product:
         wanted = (
             lt_arguments(self.spec)
             if self.library
-            else gemm_arguments(self.spec, self._fitting(config))
+            else tiled.gemm_arguments(self.spec, self._fitting(config))
         )
         names = {
             **self.given,
@@ -115,7 +103,7 @@ class Product:
         """Elements of float32 scratch and of counters that are zero between launches."""
         if self.library:
             return 0, 0
-        return gemm_workspace(self.spec, self._fitting(config))
+        return tiled.gemm_workspace(self.spec, self._fitting(config))
 
     def start(self, config: Config, device: torch.device) -> Start:
         """The launcher over `arguments`."""
@@ -175,40 +163,6 @@ class Plan:
     returns: tuple[str, ...]
 
 
-def few_columns(m: int, n: int, k: int, sm_count: int) -> list[dict[str, Any]]:
-    """Configurations of a float32 product with at most FEW_COLUMNS columns: sums by lanes, as for a few rows.
-
-    A tile of 16 columns would be mostly padding, and adds K in one chain: of random layers of one column with a ReLU 7 in 100 had
-    an element further off than it may be, of two columns with batch norm and ReLU 5; 1 in 100 by lanes (benchmarks/few_columns.py).
-    """
-    block_n, found = 1 << (n - 1).bit_length(), []
-    for rows, lanes, warps in ((8, 512, 8), (4, 512, 4), (8, 1024, 8)):
-        block_k = min(max(32, lanes // block_n), max(32, 1 << (k - 1).bit_length()))
-        split = 1
-        while math.ceil(m / rows) * split < sm_count and split < 8 and k >= 4 * split * block_k:
-            split *= 2
-        found.append(
-            {"BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "SPLIT": split, "num_warps": warps, "num_stages": 1}
-        )  # fmt: skip
-    return found
-
-
-def by_luck(op: Op, key: Key, plan: Plan) -> str | None:
-    """Why one float32 column behind a ReLU is left to PyTorch, or None.
-
-    Its elements near the ReLU's threshold have no neighbours in their row whose size could say what error is small, and eager's
-    own is a matter of luck: of random draws 1 in 100 failed by sums as good as eager's (benchmarks/few_columns.py).
-    """
-    if op.internal or not ("relu" in op.name or dict(key.flags).get("activation") == "relu"):
-        return None
-    specs = [p.spec for p in plan.products if isinstance(p, Product)]
-    if any(spec.n == 1 and spec.x.dtype == "f32" for spec in specs):
-        return (
-            "one float32 column behind a ReLU: how far its few numbers may be off is eager's luck"
-        )
-    return None
-
-
 def matrix(spec: TensorSpec) -> Operand | None:
     """A tensor [..., rows, columns] as one matrix of prod(...) * rows rows; None when its rows are not evenly spaced."""
     if not spec.shape:
@@ -220,8 +174,48 @@ def matrix(spec: TensorSpec) -> Operand | None:
     return Operand(spec.dtype, dims[-1][1] if dims else spec.shape[-1], spec.stride[-1])
 
 
-def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device) -> Launcher:
+def gemm_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Start:
+    """A callable that writes y (and z, x_out, row_sum, ...), taking what `gemm_arguments` names.
+
+    The full order, of which only what `spec` has is passed, positionally: x, w, saved, seed,
+    row_mean, row_rstd, gamma, beta, bias, mean, var, scale, shift, residual, y, z, x_out, row_sum,
+    space, counter, then the numbers p, eps, seed_value, offset_value. Nothing is allocated.
+    Returns False, launching nothing, when a pointer is less aligned than `spec.align` says. Raises
+    CompileFailure when the configuration does not compile or does not fit the device.
+
+        f16 = lambda rows, columns: Operand("f16", rows, columns)
+        spec = GemmSpec(m, n, k, f16(k, 1), f16(1, k), f16(n, 1), bias="f16", activation="relu")
+        run = gemm_launcher(spec, gemm_configs(m, n, k, 2)[0], device)
+        run(x, weight, bias, y)
+    """
+    from ..triton_runtime.launch import interpreted, prepare
+
+    kernel = _kernel(config)
+    upcast = spec.x.dtype == "bf16" and interpreted(kernel)
+    return prepare(kernel, device=device, **tiled.described(spec, config, upcast))
+
+
+def gemm_jobs(spec: GemmSpec, config: Config, sm: int) -> tuple[Any, ...]:
+    """The compile work behind `gemm_launcher`, for compute capability `sm` (90: Hopper)."""
+    from ..triton_runtime.launch import compile_job
+
+    return (compile_job(_kernel(config), sm=sm, **tiled.described(spec, config, upcast=False)),)
+
+
+def _kernel(config: Config) -> Any:
+    """The kernel that a configuration is for."""
+    if "CONSUMERS" in config:
+        from .hopper_kernel import gemm_specialised
+
+        return gemm_specialised
+    from .tiled_kernel import gemm_tiled
+
+    return gemm_tiled
+
+
+def launcher(op: Op, plan: Plan, config: Config, device: torch.device) -> Launcher:
     """Allocate the outputs and workspaces, start the kernels, return the outputs: one generated frame."""
+    configs = config["products"]  # one of each launch
     if len(configs) != len(plan.products):
         raise CompileFailure(f"{len(configs)} configurations for {len(plan.products)} launches")
     scope: dict[str, Any] = {
@@ -231,9 +225,9 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
         "f32": torch.float32,
     }
     body = []
-    for i, (step, config) in enumerate(zip(plan.products, configs, strict=True)):
-        scope[f"start{i}"] = step.start(config, device)
-        space, count = step.workspace(config)
+    for i, (step, chosen) in enumerate(zip(plan.products, configs, strict=True)):
+        scope[f"start{i}"] = step.start(chosen, device)
+        space, count = step.workspace(chosen)
         for name, shape, dtype in step.made.values():
             scope |= {
                 f"{name}_shape": shape,
@@ -245,7 +239,7 @@ def launcher(op: Op, plan: Plan, configs: Sequence[Config], device: torch.device
             body.append(f"space = empty(({space},), (1,), f32)")
         if count:
             body.append(f"counter = counters(device, {count})")
-        body += [f"if not start{i}({', '.join(step.arguments(config))}):", "    return None"]
+        body += [f"if not start{i}({', '.join(step.arguments(chosen))}):", "    return None"]
     body.append(f"return ({', '.join(plan.returns)},)")
     source = f"def launch({', '.join(p.name for p in op.dynamic)}):\n" + "".join(
         f"    {line}\n" for line in body
@@ -261,56 +255,6 @@ def configurations(plan: Plan) -> list[dict[str, Any]]:
         {"products": [c[i] if i < len(c) else c[0] for c in lists]}
         for i in range(max(map(len, lists)))
     ]
-
-
-def candidate(
-    op: Op,
-    id: str,
-    describe: Callable[[Key], Plan | str],
-    sources: tuple[Any, ...],
-    coarse: Callable[[Key], float] = lambda key: 0.0,
-) -> None:
-    """Register a candidate of the family for `op`; `describe(key)` says which launches the key is, or why it is none. `coarse`: as
-    `Candidate`'s.
-
-    Nothing is registered where there is no Triton: what describes the products serves others there.
-    """
-    if triton_missing() is not None:
-        return
-    from ..triton_runtime import device_math
-    from . import cublaslt as gemm_cublaslt
-    from . import hopper, hopper_kernel, tiled, tiled_kernel
-
-    provider = id.partition(".")[0]
-
-    def checked(key: Key) -> Plan | str:
-        found = describe(key)
-        if isinstance(found, str):
-            return found
-        reason = next((r for p in found.products if (r := strided(key, p.given))), None)
-        if reason is not None:
-            return reason
-        if (luck := by_luck(op, key, found)) is not None:
-            return luck
-        align = register.weakest(key)
-        plan = Plan(tuple(p.aligned(align) for p in found.products), found.returns)
-        return next((reason for p in plan.products if (reason := p.refusal())), plan)
-
-    def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
-        return launcher(op, plan, config["products"], device)
-
-    kernels = (tiled_kernel, device_math, hopper, hopper_kernel)
-    modules = (gemm_cublaslt,) if provider == "cublaslt" else kernels
-    register.described(
-        op,
-        id,
-        checked,
-        configurations,
-        build,
-        (tiled, spec, *modules, *sources),
-        lt_available if provider == "cublaslt" else None,
-        coarse=coarse,
-    )
 
 
 _VECTORS = ("bias", "mean", "var", "scale", "shift", "gamma", "beta")

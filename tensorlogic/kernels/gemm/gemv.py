@@ -59,7 +59,7 @@ def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
     """What `prepare` and `compile_job` want to know: of what the tiled product takes, what this kernel does."""
     from .gemv_kernel import gemm_one_row
 
-    found, names = tiled._described(spec, config, upcast=False), set(gemm_one_row.arg_names)
+    found, names = tiled.described(spec, config, upcast=False), set(gemm_one_row.arg_names)
     for part in ("integers", "constexprs"):
         found[part] = {name: value for name, value in found[part].items() if name in names}
     constants = found["constexprs"]

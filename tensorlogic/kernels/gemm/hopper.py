@@ -38,9 +38,9 @@ def specialised_refusal(spec: GemmSpec) -> str | None:
     if spec.y.columns != 1 or (spec.residual is not None and spec.residual.columns != 1):
         return "rows of the output or the residual do not lie together"
     read = ((spec.x, spec.m, spec.k), (spec.w, spec.k, spec.n))
-    if spec.align < 16 or any(_line(*matrix) is None for matrix in read):
+    if spec.align < 16 or any(line(*matrix) is None for matrix in read):
         return "an operand whose lines do not lie apart and begin at multiples of 16 bytes"
-    if any(_line(o, spec.m, spec.n) is None and not 0 <= o.rows <= MOST_STEP for o in matrices[2:]):
+    if any(line(o, spec.m, spec.n) is None and not 0 <= o.rows <= MOST_STEP for o in matrices[2:]):
         return "rows of the output or the residual lie too far apart"
     return None
 
@@ -51,7 +51,7 @@ def specialised_configs(spec: GemmSpec, sm_count: int, most: int = MOST) -> list
         return []
     vectors = any(v is not None for v in (spec.mean, spec.var, spec.scale, spec.shift))
     moved = [spec.residual, spec.y if spec.z or spec.residual else None]
-    threads = any(o is not None and _line(o, spec.m, spec.n) is None for o in moved)
+    threads = any(o is not None and line(o, spec.m, spec.n) is None for o in moved)
     bare = spec.outer == "none" and spec.activation == "none" and spec.z is None
     scored: list[tuple[float, int, dict[str, Any]]] = []
     for consumers, block_n, block_k, stages in _SHAPES:
@@ -92,7 +92,7 @@ def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
     ):
         if matrix is None:
             continue
-        if _line(matrix, spec.m, spec.n) is not None:
+        if line(matrix, spec.m, spec.n) is not None:
             tiled[f"{name}_desc"] = _tiled(matrix, spec.m, spec.n, out)
         else:
             # rows that begin at odd places, or the same one again and again
@@ -120,18 +120,18 @@ def described(spec: GemmSpec, config: Config) -> dict[str, Any]:
 def _parts(spec: GemmSpec) -> bool:
     """Whether a tile's columns can leave a part at a time: where bulk copies fetch and store them."""
     moved = [o for o in (spec.y, spec.residual) if o is not None]
-    return all(_line(o, spec.m, spec.n) is not None for o in moved)
+    return all(line(o, spec.m, spec.n) is not None for o in moved)
 
 
 def _tiled(o: Operand, rows: int, columns: int, tile: tuple[int, int]) -> Any:
     """The matrix as it lies: by tiles of it, or of its transpose where its columns do not lie together."""
     from ..triton_runtime.tma_descriptors import Tiled
 
-    line = _line(o, rows, columns)
-    assert line is not None
+    step = line(o, rows, columns)
+    assert step is not None
     if o.columns == 1:
-        return Tiled(o.dtype, (rows, columns), line, tile)
-    return Tiled(o.dtype, (columns, rows), line, (tile[1], tile[0]))
+        return Tiled(o.dtype, (rows, columns), step, tile)
+    return Tiled(o.dtype, (columns, rows), step, (tile[1], tile[0]))
 
 
 def _turned(w: Operand) -> Operand:
@@ -139,8 +139,8 @@ def _turned(w: Operand) -> Operand:
     return Operand(w.dtype, w.columns, 1 if w.columns != 1 else w.rows)
 
 
-def _line(o: Operand, rows: int, columns: int) -> int | None:
-    """Elements from one line that lies together to the next; None where lines overlap or begin at odd places."""
+def line(o: Operand, rows: int, columns: int, unit: int = 8) -> int | None:
+    """Elements from one line that lies together to the next; None where lines overlap or begin elsewhere than at multiples of `unit`."""
     if o.columns == 1:
         count, length, step = rows, columns, o.rows
     elif o.rows == 1:
@@ -148,8 +148,8 @@ def _line(o: Operand, rows: int, columns: int) -> int | None:
     else:
         return None
     if count == 1:
-        step = max(step, math.ceil(length / 8) * 8)
-    return step if step >= length and step % 8 == 0 else None
+        step = max(step, math.ceil(length / unit) * unit)
+    return step if step >= length and step % unit == 0 else None
 
 
 def _registers(consumers: int, block_n: int) -> int:

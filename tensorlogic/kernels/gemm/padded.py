@@ -7,7 +7,6 @@ ends in zeros at a multiple of 16 bytes, too; what follows the product meets the
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,28 +15,12 @@ import torch
 
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ...core.op import Op
-from ...system.hardware import triton_missing
-from . import bind
 from .bind import Kernel, Plan, Product, Start
 from .spec import Operand
 
 ACCESS = 16  # bytes
 # multiply-adds below which a copy's launch costs more than it spares
 LEAST_WORK = 2**22
-
-
-def candidate(
-    op: Op, id: str, describe: Callable[[Key], Plan | str], sources: tuple[Any, ...]
-) -> None:
-    """Register what `gemm_wiring.candidate` would, with copies, for keys that have such lines."""
-    if triton_missing() is None:
-        from ..triton_runtime import device_math
-        from . import hopper, hopper_kernel, padding_kernel, tiled_kernel
-
-        ours = (tiled_kernel, device_math, hopper, hopper_kernel, padding_kernel)
-        modules = (*sources, *ours, sys.modules[__name__])
-        bind.candidate(op, id, padded(describe), modules)
 
 
 def padded(describe: Callable[[Key], Plan | str]) -> Callable[[Key], Plan | str]:

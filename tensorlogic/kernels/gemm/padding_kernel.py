@@ -62,10 +62,8 @@ def copy_launcher(
         integers={
             "M": rows, "N": columns, "TALL": tall, "WIDE": wide, "stride_m": strides[0], "stride_n": strides[1],
         },
-        floats=(),
         constexprs={"BLOCK_R": block_r, "BLOCK_C": block_c},
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=align,
     )  # fmt: skip

@@ -1,12 +1,9 @@
-"""Host side of the matrix product family: what a product is, configurations, launchers."""
+"""Host side of the tiled product: which products it can be, its configurations and what they are expected to take."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from .spec import Config, GemmSpec
 
@@ -35,10 +32,10 @@ def gemm_refusal(spec: GemmSpec) -> str | None:
 
 def gemm_arguments(spec: GemmSpec, config: Config) -> tuple[str, ...]:
     """Names of what the launcher takes, in order: tensors, outputs among them, then numbers."""
-    described = _described(spec, config, upcast=False)
-    tiled = (name.removesuffix("_desc") for name in described.get("tiled", ()))
-    tensors = (*tiled, *(name.removesuffix("_ptr") for name in described["pointers"]))
-    return (*tensors, *described["floats"], *described["longs"])
+    found = described(spec, config, upcast=False)
+    tiled = (name.removesuffix("_desc") for name in found.get("tiled", ()))
+    tensors = (*tiled, *(name.removesuffix("_ptr") for name in found["pointers"]))
+    return (*tensors, *found["floats"], *found["longs"])
 
 
 def gemm_workspace(spec: GemmSpec, config: Config) -> tuple[int, int]:
@@ -53,56 +50,17 @@ def gemm_workspace(spec: GemmSpec, config: Config) -> tuple[int, int]:
     return tiles * config["SPLIT"] * config["BLOCK_M"] * (config["BLOCK_N"] + 1), tiles
 
 
-def gemm_launcher(spec: GemmSpec, config: Config, device: torch.device) -> Callable[..., bool]:
-    """A callable that writes y (and z, x_out, row_sum, ...), taking what `gemm_arguments` names.
-
-    The full order, of which only what `spec` has is passed, positionally: x, w, saved, seed,
-    row_mean, row_rstd, gamma, beta, bias, mean, var, scale, shift, residual, y, z, x_out, row_sum,
-    space, counter, then the numbers p, eps, seed_value, offset_value. Nothing is allocated.
-    Returns False, launching nothing, when a pointer is less aligned than `spec.align` says. Raises
-    CompileFailure when the configuration does not compile or does not fit the device.
-
-        f16 = lambda rows, columns: Operand("f16", rows, columns)
-        spec = GemmSpec(m, n, k, f16(k, 1), f16(1, k), f16(n, 1), bias="f16", activation="relu")
-        run = gemm_launcher(spec, gemm_configs(m, n, k, 2)[0], device)
-        run(x, weight, bias, y)
-    """
-    from tensorlogic.kernels.triton_runtime.launch import interpreted, prepare
-
-    kernel = _kernel(config)
-    described = _described(spec, config, upcast=spec.x.dtype == "bf16" and interpreted(kernel))
-    return prepare(kernel, device=device, **described)
-
-
-def gemm_jobs(spec: GemmSpec, config: Config, sm: int) -> tuple[Any, ...]:
-    """The compile work behind `gemm_launcher`, for compute capability `sm` (90: Hopper)."""
-    from tensorlogic.kernels.triton_runtime.launch import compile_job
-
-    return (compile_job(_kernel(config), sm=sm, **_described(spec, config, upcast=False)),)
-
-
-def _kernel(config: Config) -> Any:
-    """The kernel that a configuration is for."""
-    if "CONSUMERS" in config:
-        from tensorlogic.kernels.gemm.hopper_kernel import gemm_specialised
-
-        return gemm_specialised
-    from tensorlogic.kernels.gemm.tiled_kernel import gemm_tiled
-
-    return gemm_tiled
-
-
 def _tiles(spec: GemmSpec, config: Config) -> int:
     block_m, block_n = int(config["BLOCK_M"]), int(config["BLOCK_N"])
     return math.ceil(spec.m / block_m) * math.ceil(spec.n / block_n) * spec.batch
 
 
-def _described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
+def described(spec: GemmSpec, config: Config, upcast: bool) -> dict[str, Any]:
     """What `prepare` and `compile_job` both want to know; absent operands are left out."""
     if "CONSUMERS" in config:
-        from tensorlogic.kernels.gemm.hopper import described
+        from . import hopper
 
-        return described(spec, config)
+        return hopper.described(spec, config)
     norm = spec.prologue in ("layer_norm", "rms_norm")
     statistics = "f32" if norm and (not spec.inline or spec.save_statistics) else None
     split = config["SPLIT"] > 1
@@ -191,6 +149,7 @@ _SINGLE = (
 )  # fmt: skip
 _ROWS = ((8, 512, 4), (4, 1024, 4), (16, 512, 8))  # BLOCK_N, BLOCK_K, num_warps of BLOCK_M < 16
 _SHARED_PER_CORE = 227 * 1024
+FEW_COLUMNS = 4  # of a float32 product, that are summed by lanes
 # as _HALF, with SPLIT and columns of K asked ahead: the best of 200 for few rows by 4096 × 4096 and 4096 × 14336 weights on an H200
 _DEEP = (
     (16, 32, 256, 4, 6, 1, 512), (16, 64, 256, 4, 5, 1, 0), (16, 32, 512, 4, 4, 1, 512),
@@ -231,6 +190,24 @@ def gemm_configs(
     chosen = [config for _, _, config in sorted(scored, key=lambda entry: entry[:2])]
     best = [*chosen[:2], *_few_rows(m, n, k, sm_count), *chosen[2:]][:most]
     return best + [config for config in _deep(m, n, k, dtype_size) if config not in best]
+
+
+def few_columns(m: int, n: int, k: int, sm_count: int) -> list[dict[str, Any]]:
+    """Configurations of a float32 product with at most FEW_COLUMNS columns: sums by lanes, as for a few rows.
+
+    A tile of 16 columns would be mostly padding, and adds K in one chain: of random layers of one column with a ReLU 7 in 100 had
+    an element further off than it may be, of two columns with batch norm and ReLU 5; 1 in 100 by lanes (benchmarks/few_columns.py).
+    """
+    block_n, found = 1 << (n - 1).bit_length(), []
+    for rows, lanes, warps in ((8, 512, 8), (4, 512, 4), (8, 1024, 8)):
+        block_k = min(max(32, lanes // block_n), max(32, 1 << (k - 1).bit_length()))
+        split = 1
+        while math.ceil(m / rows) * split < sm_count and split < 8 and k >= 4 * split * block_k:
+            split *= 2
+        found.append(
+            {"BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "SPLIT": split, "num_warps": warps, "num_stages": 1}
+        )  # fmt: skip
+    return found
 
 
 def _config(bm: int, bn: int, bk: int, warps: int, stages: int, split: int) -> dict[str, Any]:

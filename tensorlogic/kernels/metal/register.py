@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -58,15 +59,12 @@ def _register(op: Op, describe: Callable[[Key], Plan | str], strategy: str) -> N
             steps.append(_step(p, strategy))
         return Plan(tuple(steps), plan.returns)
 
-    def build(plan: Plan, config: Config, device: torch.device) -> Launcher:
-        return bind.launcher(op, plan, config["products"], device)
-
     described(
         op,
         f"metal.{strategy}",
         found,
         bind.configurations,
-        build,
+        partial(bind.launcher, op),
         (tiled, spec, metal_gemm, inspect.getmodule(describe)),
     )
 

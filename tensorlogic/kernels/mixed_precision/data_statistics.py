@@ -9,26 +9,13 @@ import torch
 
 # elements of every row that the statistics see, in runs of so many
 SKETCH, RUN = 64, 16
-
-
 # of the operands' norms: what cancels below float64 does not resolve either
 FLOOR = 2.0**-50
-
-
+WIDE = (torch.float32, torch.bfloat16, torch.complex64)
 #: Norms of rows of a result that a few steps more may take below its dtype's range, where no error measured before holds.
-FAINT = {
-    torch.float16: 2.0**-10,
-    **dict.fromkeys((torch.float32, torch.bfloat16, torch.complex64), 2.0**-118),
-}
-
-
+FAINT = {torch.float16: 2.0**-10, **dict.fromkeys(WIDE, 2.0**-118)}
 # binary exponents by which data may move, their errors as measured
 DRIFT = 4.0
-
-
-#: Largest element of a row over its root mean square that a form of fixed steps takes, seen by all elements when it scales the row: no
-#: sketch of a row finds its one outlier, beside which the others would lose their digits.
-CREST = {"int8": 7.0, "int8x3": 7.0, "fp8": 1024.0}
 
 
 @dataclass(frozen=True)

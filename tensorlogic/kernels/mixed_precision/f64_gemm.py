@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,30 +10,18 @@ import torch
 from torch import Tensor
 
 from ...core.dtypes import NAMES
+from ...core.key import SIZES
+from ..gemm.hopper import line
 from ..gemm.spec import Operand
-from ..triton_runtime.launch import TYPES, Start, prepare
+from ..triton_runtime.launch import Start, prepare
 from ..triton_runtime.tma_descriptors import Tiled
 from . import f64_gemm_kernel, split_planes
-from .mixed_gemm import SIZES, line
 
 Shape = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps along either
 SHAPES: tuple[Shape, ...] = ((128, 128, 4, 2), (128, 64, 4, 2), (64, 64, 2, 2), (16, 32, 1, 4))
 RANKS = 2  # of them that are worth timing
 RING = 192 * 1024  # bytes of tiles on their way to a multiprocessor
 FEW = 32  # columns, of which there are better more than rows
-
-
-@dataclass(frozen=True)
-class AnyTiled(Tiled):
-    """A matrix of any floating dtype."""
-
-    @property
-    def type(self) -> str:
-        from triton.experimental.gluon import language as gl
-
-        kinds = {"f16": gl.float16, "bf16": gl.bfloat16, "f32": gl.float32, "f64": gl.float64}
-        layout = gl.NVMMASharedLayout.get_default_for(list(self.tile), kinds[self.dtype])
-        return f"tensordesc<{TYPES[self.dtype]}{list(self.tile)},{layout!r}>"
 
 
 def configs(m: int, n: int, sm_count: int) -> list[Shape]:
@@ -60,7 +47,8 @@ def described(
     """What `prepare` and `compile_job` want to know of x [M, K], w [K, N] and y [M, N] as they lie; None where it cannot be."""
     (m, n, k), (block_m, block_n, warps_m, warps_n) = sizes, shape
     across, down = x.columns == 1, w.columns != 1
-    x_line, w_line = line(x, m, k), line(w, k, n)
+    x_line = line(x, m, k, 16 // SIZES[x.dtype])
+    w_line = line(w, k, n, 16 // SIZES[w.dtype])
     if x_line is None or w_line is None:
         return None
     block_k = 64 if max(SIZES[x.dtype], SIZES[w.dtype]) <= 4 else 32
@@ -70,8 +58,8 @@ def described(
     return {
         "grid": (min(tiles, sm_count * resident), 1, 1),
         "tiled": {
-            "x_desc": AnyTiled(x.dtype, (m, k) if across else (k, m), x_line, (block_m, block_k) if across else (block_k, block_m)),
-            "w_desc": AnyTiled(w.dtype, (n, k) if down else (k, n), w_line, (block_n, block_k) if down else (block_k, block_n)),
+            "x_desc": Tiled(x.dtype, (m, k) if across else (k, m), x_line, (block_m, block_k) if across else (block_k, block_m)),
+            "w_desc": Tiled(w.dtype, (n, k) if down else (k, n), w_line, (block_n, block_k) if down else (block_k, block_n)),
         },
         "pointers": {"y_ptr": y.dtype},
         "integers": {"M": m, "N": n, "K": k, "y_row": y.rows, "y_column": y.columns},
@@ -109,6 +97,3 @@ def product(rank: int, a: Tensor, b: Tensor) -> Tensor | None:
     lies = [Operand(NAMES[t.dtype], t.stride(0), t.stride(1)) for t in (x, w, out)]
     start = _start((x.shape[0], w.shape[1], x.shape[1]), *lies, rank, a.device)
     return y if start is not None and start(x, w, out) else None
-
-
-__all__ = ["RANKS", "configs", "described", "product"]

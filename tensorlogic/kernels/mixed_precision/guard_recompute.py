@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core import dtypes
+from ...core.key import SIZES
 from ...system.compile_pool import CompileFailure
 from .. import register
 from ..triton_runtime import launch_plan
@@ -28,8 +29,6 @@ from .data_statistics import DRIFT, FLOOR, SKETCH, Statistics
 
 LOG = logging.getLogger("tensorlogic")
 BLOCK_M, BLOCK_N = 32, 32
-# bytes of an element, to which its memory is aligned
-SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 # of a program: what it nearly always does is to sum up a table, for which several would wait for
 # each other
 WARPS = 1
@@ -285,8 +284,8 @@ def _mend(
             "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)), "ROWS": table[0], "BLOCKS": table[1],
             "SPOILT": table[2],
         },
-        floats=(), constexprs={"TABLE": triton.next_power_of_2(table[1]), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
-        num_warps=WARPS, num_stages=1, device=device, align=align,
+        constexprs={"TABLE": triton.next_power_of_2(table[1]), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N},
+        num_warps=WARPS, device=device, align=align,
     )  # fmt: skip
 
 
@@ -297,5 +296,5 @@ def _note(name: str, total: int, spoilt: int, align: int, device: torch.device) 
         grid=(min(PROGRAMS, math.ceil(total / NOTED)), 1, 1),
         pointers={"out_ptr": name, "spoilt_ptr": "f64"},
         integers={"TOTAL": total, "SPOILT": spoilt},
-        floats=(), constexprs={"BLOCK": NOTED}, num_warps=4, num_stages=1, device=device, align=align,
+        constexprs={"BLOCK": NOTED}, num_warps=4, device=device, align=align,
     )  # fmt: skip

@@ -4,6 +4,7 @@ one where a line's range asks for it, and the product scaled back, a launch that
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -196,25 +197,33 @@ def scale_back(
                 tl.store(y_ptr + at, c * power(half, WIDE) * power(e - half, WIDE), mask=inside)
 
 
+def _start(
+    kernel: Any, grid: int, kind: str, shape: tuple[int, int], strides: tuple[int, ...], block: tuple[int, int],
+    align: int, device: torch.device, warps: int = 8, parts: int | None = None,
+) -> Start:  # fmt: skip
+    """One of the kernels that round lines; `parts` of them have a peak each where another launch has found those."""
+    wide = kind == "f64"
+    pointers = {"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32"}
+    integers = {"R": shape[0], "C": shape[1]}
+    if parts is not None:
+        pointers["peak_ptr"], integers["PARTS"] = "f64" if wide else "f32", parts
+    return prepare(
+        kernel, grid=(grid, 1, 1), pointers=pointers,
+        integers=integers | dict(zip(line_max.STRIDES, strides, strict=True)),
+        constexprs={"WIDE": wide, "BLOCK_R": block[0], "BLOCK_C": block[1]},
+        num_warps=warps, device=device, align=align,
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=1024)
 def _halve(
     kind: str, shape: tuple[int, int], strides: tuple[int, ...], parts: int, align: int, device: torch.device
 ) -> Start:  # fmt: skip
     lines, along = shape
-    rows, columns = LINES[line_max.together(strides[:2])]
-    wide = kind == "f64"
-    across = triton.cdiv(lines, rows)
-    shared = max(1, min(triton.cdiv(along, columns), LOOKING // across))
-    return prepare(
-        halve_lines, grid=(across * shared, 1, 1),
-        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32", "peak_ptr": "f64" if wide else "f32"},
-        integers={
-            "R": lines, "C": along, "PARTS": parts,
-            **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True)),
-        },
-        floats=(), constexprs={"WIDE": wide, "BLOCK_R": rows, "BLOCK_C": columns},
-        num_warps=8, num_stages=1, device=device, align=align,
-    )  # fmt: skip
+    block = LINES[line_max.together(strides[:2])]
+    across = triton.cdiv(lines, block[0])
+    shared = max(1, min(triton.cdiv(along, block[1]), LOOKING // across))
+    return _start(halve_lines, across * shared, kind, shape, strides, block, align, device, parts=parts)  # fmt: skip
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,8 +240,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     elif rows >= STRIPS * STRIP[line_max.together(strides[:2])][0]:
         good = _strips(kind, (rows, columns), strides, align, x.device)(x, y, exponents)
     else:
-        real = "f64" if x.dtype == torch.float64 else "f32"
-        peak, _, parts = line_max.peaks(x, real, rounded=y)
+        peak, parts = line_max.peaks(x, y)
         good = _halve(kind, (rows, columns), strides, parts, align, x.device)(x, y, exponents, peak)
     if not good:
         raise RuntimeError("halves: the kernel refused tensors of the alignment it was built for")
@@ -245,17 +253,10 @@ def _whole(
 ) -> Start:
     lines, along = shape
     columns = max(16, triton.next_power_of_2(along))
-    wide = kind == "f64"
-    rows = max(
-        1, min(TILE // (1 + wide) // columns, triton.next_power_of_2(max(1, lines // ENOUGH)))
-    )
-    return prepare(
-        halve_whole_lines, grid=(triton.cdiv(lines, rows), 1, 1),
-        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32"},
-        integers={"R": lines, "C": along, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True))},
-        floats=(), constexprs={"WIDE": wide, "BLOCK_R": rows, "BLOCK_C": columns},
-        num_warps=8, num_stages=1, device=device, align=align,
-    )  # fmt: skip
+    most = TILE // (2 if kind == "f64" else 1) // columns
+    rows = max(1, min(most, triton.next_power_of_2(max(1, lines // ENOUGH))))
+    grid = triton.cdiv(lines, rows)
+    return _start(halve_whole_lines, grid, kind, shape, strides, (rows, columns), align, device)
 
 
 @lru_cache(maxsize=1024)
@@ -264,16 +265,10 @@ def _strips(
 ) -> Start:
     lines, along = shape
     least, programs, held, warps = STRIP[line_max.together(strides[:2])]
-    wide = kind == "f64"
     rows = min(MOST, max(least, triton.next_power_of_2(triton.cdiv(lines, programs))))
-    columns = min(held // (1 + wide) // rows, max(16, triton.next_power_of_2(along)))
-    return prepare(
-        halve_strips, grid=(triton.cdiv(lines, rows), 1, 1),
-        pointers={"x_ptr": kind, "y_ptr": "f16", "scale_ptr": "i32"},
-        integers={"R": lines, "C": along, **dict(zip(("x_line", "x_along", "y_line", "y_along"), strides, strict=True))},
-        floats=(), constexprs={"WIDE": wide, "BLOCK_R": rows, "BLOCK_C": columns},
-        num_warps=warps, num_stages=1, device=device, align=align,
-    )  # fmt: skip
+    most = held // (2 if kind == "f64" else 1) // rows
+    block = (rows, min(most, max(16, triton.next_power_of_2(along))))
+    return _start(halve_strips, triton.cdiv(lines, rows), kind, shape, strides, block, align, device, warps)  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -284,8 +279,8 @@ def _back(
     tiles = triton.cdiv(rows, BLOCK_M[wide]) * triton.cdiv(columns, BLOCK_N)
     return prepare(
         scale_back, grid=(tiles if wide else min(tiles, LOOKING), 1, 1),
-        pointers={"c_ptr": "f32", "y_ptr": "f64" if wide else "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns}, floats=(),
-        constexprs={"WIDE": wide, "BLOCK_M": BLOCK_M[wide], "BLOCK_N": BLOCK_N, "BLOCK": 4096}, num_warps=8, num_stages=1, device=device, align=4,
+        pointers={"c_ptr": "f32", "y_ptr": "f64" if wide else "f32", **dict.fromkeys(given, "i32")}, integers={"M": rows, "N": columns},
+        constexprs={"WIDE": wide, "BLOCK_M": BLOCK_M[wide], "BLOCK_N": BLOCK_N, "BLOCK": 4096}, num_warps=8, device=device, align=4,
     )  # fmt: skip
 
 

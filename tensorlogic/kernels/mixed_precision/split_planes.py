@@ -1,7 +1,6 @@
 """Triton kernels of precision policies: operands as planes of halves, and what a guard looks at.
 
-`split_planes`: x = h + m + l with h, m, l the nearest halves of what is left, written side by side along the inner dimension
-in any order, so that one half product of [h h m] · [h; m; h] is all terms of the float32 product but the smallest. Or x in float64.
+`split_planes`: x = h + m with h, m the nearest halves of what is left, written side by side along the inner dimension in any order, so that one half product of [h h m] · [h; m; h] is all terms of the float32 product but the smallest. Or x in float64.
 `look_at`: norms, peaks and the norm of the result of every row of left and every column of right, by a sketch of each.
 """
 
@@ -47,17 +46,13 @@ def write_planes(
         h = x.to(half)
         rest = x - h.to(tl.float32)
         m = (rest * (1 << LIFT)).to(half)
-        low = (rest * (1 << LIFT) - m.to(tl.float32)).to(half)
         spoilt = tl.sum((rest - rest != 0.0).to(tl.int32))  # h or x is not finite
         if spoilt > 0:
             tl.atomic_add(flag_ptr, 1)
         for s in tl.static_range(COUNT):
-            plane = (PATTERN >> (2 * s)) & 3
             value = h
-            if plane == 1:
+            if (PATTERN >> s) & 1:
                 value = m
-            if plane == 2:
-                value = low
             if DOWN:
                 to = (s * R + rows).to(tl.int64)[:, None] * C + cols[None, :]
             else:
@@ -221,14 +216,14 @@ def _split(
         grid += triton.cdiv(shape[0], BLOCK_R) * triton.cdiv(shape[1], BLOCK_C)
         low = name.lower()
         integers |= {f"{name}_R": shape[0], f"{name}_C": shape[1], f"{low}_r": stride[0], f"{low}_c": stride[1]}  # fmt: skip
-        constexprs |= {f"{name}_PATTERN": sum(p << (2 * s) for s, p in enumerate(pattern)), f"{name}_DOWN": down}  # fmt: skip
+        constexprs |= {f"{name}_PATTERN": sum(p << s for s, p in enumerate(pattern)), f"{name}_DOWN": down}  # fmt: skip
     for missing in ("B_PATTERN", "B_DOWN"):
         constexprs.setdefault(missing, 0)
     order = ("COUNT", "A_PATTERN", "B_PATTERN", "A_DOWN", "B_DOWN")
     return prepare(
-        split_planes, grid=(grid, 1, 1), pointers={**pointers, "flag_ptr": "i32"}, integers=integers, floats=(),
+        split_planes, grid=(grid, 1, 1), pointers={**pointers, "flag_ptr": "i32"}, integers=integers,
         constexprs={**{k: constexprs[k] for k in order}, "LIFT": lift, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C},
-        num_warps=4, num_stages=1, device=device, align=min(align, 4),
+        num_warps=4, device=device, align=min(align, 4),
     )  # fmt: skip
 
 
@@ -239,34 +234,6 @@ def _laid(x: Tensor, pattern: tuple[int, ...], down: bool) -> tuple[bool, Planes
     (rows, columns), count = x.shape, len(pattern)
     shape = (count * rows, columns) if down else (rows, count * columns)
     return turned, ((rows, columns), (x.stride(0), x.stride(1)), pattern, down), shape
-
-
-def split(
-    x: Tensor, dtype: torch.dtype, pattern: tuple[int, ...], down: bool, lift: int = 0
-) -> Tensor:
-    """The planes of x [R, C] that `pattern` names, side by side (or below each other), laid out as x lies.
-
-    All planes but the first are multiplied by 2 ** lift.
-    """
-    turned, laid, shape = _laid(x, pattern, down)
-    y = torch.empty(shape, dtype=dtype, device=x.device)
-    start = _split(names(x, y), (laid,), lift, aligned(x), x.device)
-    if not start(x, y, flag(x.device)):
-        raise RuntimeError("split: the kernel refused tensors of the alignment it was built for")
-    return y.t() if turned else y
-
-
-def split_both(
-    a: Tensor, b: Tensor, dtype: torch.dtype, left: tuple[int, ...], right: tuple[int, ...], lift: int = 0
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The planes of a product's operands in one launch: those of a side by side, those of b below each other."""
-    (a_turned, a_laid, a_shape), (b_turned, b_laid, b_shape) = _laid(a, left, False), _laid(b, right, True)  # fmt: skip
-    x = torch.empty(a_shape, dtype=dtype, device=a.device)
-    y = torch.empty(b_shape, dtype=dtype, device=a.device)
-    start = _split(names(a, b, x), (a_laid, b_laid), lift, aligned(a, b), a.device)
-    if not start(a, b, x, y, flag(a.device)):
-        raise RuntimeError("split: the kernel refused tensors of the alignment it was built for")
-    return x.t() if a_turned else x, y.t() if b_turned else y
 
 
 @lru_cache(maxsize=1024)
@@ -284,7 +251,7 @@ def _look(
             "M": m, "N": n, "K": k, **dict(zip(order, strides, strict=True)),
             "STEP_M": step(m), "STEP_N": step(n), "STEP_K": step(k),
         },
-        floats=(), constexprs={"BLOCK": lines(m, n), "SKETCH": SKETCH, "RUN": RUN}, num_warps=4, num_stages=1,
+        constexprs={"BLOCK": lines(m, n), "SKETCH": SKETCH, "RUN": RUN}, num_warps=4,
         device=device, align=align,
     )  # fmt: skip
 

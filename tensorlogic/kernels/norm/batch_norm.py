@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -17,7 +15,6 @@ from tensorlogic.kernels.elementwise.column_passes import (
     leave,
 )
 from tensorlogic.kernels.triton_runtime.device_math import follow, relu
-from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit
@@ -292,30 +289,3 @@ def sums_configs(rows: int, columns: int, multiprocessors: int = 132) -> tuple[d
     return tuple(
         c | {"BLOCK_R": c["BLOCK_R"] // 2} for c in backward_configs(rows, columns, multiprocessors)
     )
-
-
-def launcher(
-    kernel: Any, rows: int, columns: int, dtypes: dict[str, str | None], config: dict[str, Any], device: torch.device, align: int,
-    numbers: tuple[str, ...] = (),
-) -> Callable[..., bool]:  # fmt: skip
-    """A callable over what `kernel`, one of these, takes in its order: contiguous tensors, the matrices [rows, columns], of which `dtypes`
-    has those that are there (None: absent) and statistics and sums are float32, then space and counter where `parts` programs share
-    columns (as `triton_columns.backward_space` says for so many sums), then `numbers` by name.
-
-    False where a pointer is less aligned than `align` bytes; raises CompileFailure.
-    """
-    integers = {"M": rows, "N": columns}
-    pointers = {f"{name}_ptr": dtype for name, dtype in dtypes.items() if dtype is not None}
-    constexprs = {name: value for name, value in config.items() if name.startswith("BLOCK")}
-    tiles = triton.cdiv(columns, config["BLOCK_C"])
-    if "parts" in config:
-        pointers |= {"space_ptr": "f32", "counter_ptr": "i32"}
-        integers["PARTS"] = config["parts"]
-        constexprs["BLOCK_P"] = triton.next_power_of_2(config["parts"])
-        tiles *= config["parts"]
-    elif "BLOCK_R" in config:
-        tiles *= triton.cdiv(rows, config["BLOCK_R"])
-    return prepare(
-        kernel, grid=(tiles, 1, 1), pointers=pointers, integers=integers, floats=numbers, constexprs=constexprs,
-        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
-    )  # fmt: skip

@@ -238,28 +238,14 @@ def layer_norm_launcher(
     return prepare(
         layer_norm_fwd_registers if held else layer_norm_fwd_looped,
         grid=(triton.cdiv(rows, config.get("BLOCK_R", 1)), 1, 1),
-        pointers={
-            "x_ptr": x,
-            "gamma_ptr": parameter,
-            "beta_ptr": parameter,
-            "y_ptr": y,
-            "mean_ptr": "f32",
-            "rstd_ptr": "f32",
-        },
-        integers={"R": rows, "N": columns} if held else {"N": columns},
-        floats=("eps",),
+        pointers={"x_ptr": x, "gamma_ptr": parameter, "beta_ptr": parameter, "y_ptr": y, "mean_ptr": "f32", "rstd_ptr": "f32"},
+        integers={"R": rows, "N": columns} if held else {"N": columns}, floats=("eps",),
         constexprs={
-            "HAS_GAMMA": has_gamma,
-            "HAS_BETA": has_beta,
-            "HAS_Y": has_y,
-            "SAVE": save,
+            "HAS_GAMMA": has_gamma, "HAS_BETA": has_beta, "HAS_Y": has_y, "SAVE": save,
             **{name: config[name] for name in ("BLOCK_R", "BLOCK_C") if name in config},
         },
-        num_warps=config["num_warps"],
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+        num_warps=config["num_warps"], num_stages=1, device=device, align=align,
+    )  # fmt: skip
 
 
 def layer_norm_backward_configs(
@@ -279,16 +265,8 @@ def layer_norm_backward_configs(
     tiles = -(-columns // 64)
     parts = max(1, min(-(-rows // 32), multiprocessors * 4 // tiles, 128))
     for block, warps in ((4096, 8), (2048, 4)):
-        configs.append(
-            {
-                "strategy": "split",
-                "parts": parts,
-                "BLOCK_R": 32,
-                "BLOCK_C": 64,
-                "BLOCK": block,
-                "num_warps": warps,
-            }
-        )
+        sizes = {"BLOCK_R": 32, "BLOCK_C": 64, "BLOCK": block, "num_warps": warps}
+        configs.append({"strategy": "split", "parts": parts, **sizes})
     return configs
 
 

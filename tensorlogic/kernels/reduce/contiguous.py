@@ -350,8 +350,8 @@ def reduce_launcher(
             kernel, sizes = reduce_split, {"N": length, "PARTS": pieces, **count}
         ordered = {name: constexprs[name] for name in kernel.arg_names if name in constexprs}
         return prepare(
-            kernel, grid=(grid, 1, 1), pointers=names, integers=sizes, floats=(), constexprs=ordered,
-            num_warps=warps, num_stages=1, device=device, align=align,
+            kernel, grid=(grid, 1, 1), pointers=names, integers=sizes, constexprs=ordered,
+            num_warps=warps, device=device, align=align,
         )  # fmt: skip
 
     block_p = triton.next_power_of_2(parts)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.row_access.strided import (
     Lines,
     begun,
@@ -152,7 +153,6 @@ def extreme_bwd_shared(
         x = after
 
 
-SIZE = {"f16": 2, "bf16": 2, "f32": 4}
 WHOLE = 65536  # bytes of the lines that a program holds
 SECTOR = 32  # bytes that memory is read by
 MOST_PARTS = 512  # of a line: every program adds up all of its lines' parts
@@ -248,7 +248,7 @@ def _swept(lines: Lines, size: int, cores: int) -> tuple[list[Config], list[Conf
 
 def extreme_configs(lines: Lines, dtype: str, cores: int = 132) -> list[Config]:
     """Configurations, best guess first: lines held where they are many or all is small, else shared or swept twice."""
-    size = SIZE[dtype]
+    size = SIZES[dtype]
     held = _held(lines, size, cores)
     twice, parts = _swept(lines, size, cores)
     many = groups_of(lines, 1 if by_rows(lines) else COLUMNS[0][0] // size) >= cores
@@ -288,24 +288,22 @@ def extreme_launcher(
     fits = fits and (strategy != "parts" or (parts <= MOST_PARTS and parts * block_i <= COMBINED))
     fits = fits and lines.length + block_c < 2**31
     fitting(fits, "extreme", config, f"lines of {lines.length}")
-    reach = max(block_c * abs(c) + block_i * abs(i) for _, c, i in lines.strides)
-    strides = {
-        f"{name}_{letter}": stride
-        for name, three in zip(("x", "dx"), lines.strides, strict=True)
-        for letter, stride in zip("oci", three, strict=True)
-    }
+    sizes = {"C": lines.length, "N": lines.inner, "SPAN": span, "PARTS": parts}
+    sizes |= lines.named(("x", "dx"))
 
     def launch(kernel: Any, names: list[str], **more: int) -> Callable[..., bool]:
-        sizes = {"C": lines.length, "N": lines.inner, "SPAN": span, "PARTS": parts, **strides}
         return prepare(
             kernel,
             grid=(groups_of(lines, block_i), parts if strategy == "parts" else 1, 1),
             pointers={f"{name}_ptr": "i32" if name == "count" else dtype for name in names},
             integers={name: n for name, n in sizes.items() if name in kernel.arg_names},
-            floats=(),
-            constexprs={"WIDE": reach >= 2**31, "BLOCK_C": block_c, "BLOCK_I": block_i, **more},
+            constexprs={
+                "WIDE": lines.wide(block_c, block_i),
+                "BLOCK_C": block_c,
+                "BLOCK_I": block_i,
+                **more,
+            },
             num_warps=config["num_warps"],
-            num_stages=1,
             registers=config.get("registers", 0),
             device=device,
             align=align,
@@ -314,11 +312,8 @@ def extreme_launcher(
     if strategy != "parts":
         names = ["dy", "x", "y", "dx"]
         apart = block_i > 1 and by_rows(lines) and lines.strides[0][1] != 1
-        alone = (
-            launch(extreme_bwd_held, names, STEPPED=apart)
-            if strategy == "held"
-            else launch(extreme_bwd_twice, names)
-        )
+        held = strategy == "held"
+        alone = launch(extreme_bwd_held, names, STEPPED=apart) if held else launch(extreme_bwd_twice, names)  # fmt: skip
         return lambda dy, x, y, count, dx: alone(dy, x, y, dx)
     leave = launch(extreme_bwd_counted, ["x", "y", "count"])
     padded = triton.next_power_of_2(parts)

@@ -198,9 +198,8 @@ class Placed:
         fits = fits and self.parts <= MOST_PARTS and self.parts * block_i <= COMBINED
         fits = fits and lines.length + block_c < 2**31
         fitting(fits, "extreme", config, f"lines of {lines.length}")
-        reach = max(block_c * abs(c) + block_i * abs(i) for _, c, i in lines.strides)
         apart = block_i > 1 and by_rows(lines) and lines.strides[0][1] != 1
-        self.shape = {"WIDE": reach >= 2**31, "BLOCK_C": block_c, "BLOCK_I": block_i}
+        self.shape = {"WIDE": lines.wide(block_c, block_i), "BLOCK_C": block_c, "BLOCK_I": block_i}
         self.shape |= {"HELD": self.held, "STEPPED": self.held and apart, "ROWS": by_rows(lines)}
 
     def forward(self, largest: bool) -> Callable[..., bool]:
@@ -228,8 +227,7 @@ class Placed:
     ) -> Callable[..., bool]:
         lines = self.lines
         sizes = {"C": lines.length, "N": lines.inner, "SPAN": self.span, "PARTS": self.parts}
-        for name, three in zip(("x", "dx"), lines.strides, strict=True):
-            sizes |= {f"{name}_{letter}": n for letter, n in zip("oci", three, strict=True)}
+        sizes |= lines.named(("x", "dx"))
         names = kernel.arg_names
         held = kernel is not extreme_fwd_joined
         return prepare(
@@ -237,10 +235,8 @@ class Placed:
             grid=(groups_of(lines, self.shape["BLOCK_I"]), parts, 1),
             pointers={f"{n[:-4]}_ptr": pointers[n[:-4]] for n in names if n.endswith("_ptr")},
             integers={name: n for name, n in sizes.items() if name in names},
-            floats=(),
             constexprs={name: value for name, value in known.items() if name in names},
             num_warps=self.config["num_warps"] if held else 4,
-            num_stages=1,
             registers=self.config.get("registers", 0) if held else 0,
             device=self.device,
             align=self.align,

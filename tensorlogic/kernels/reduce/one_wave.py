@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tensorlogic.kernels.reduce.contiguous import finish, fold, merge
+from tensorlogic.kernels.reduce.contiguous import EMPTY, finish, fold, merge
 from tensorlogic.kernels.triton_runtime.device_math import follow
 from tensorlogic.kernels.triton_runtime.launch import prepare
 
@@ -75,7 +75,6 @@ def reduce_spun(
 
 LEAST = 2**14  # elements for which one wave of programs is worth it
 MOST_PARTS = 1024
-EMPTY = {"sum": 0.0, "mean": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
 def spun_configs(count: int, dtype: str) -> list[dict[str, Any]]:
@@ -109,13 +108,11 @@ def spun_launcher(
         grid=(parts, 1, 1),
         pointers={"x_ptr": dtype, "y_ptr": out_dtype, "cell_ptr": "i64"},
         integers={"N": count, "PARTS": parts, "COUNT": count},
-        floats=(),
         constexprs={
             "KIND": kind, "EMPTY": EMPTY[kind], "EVEN": count % config["BLOCK"] == 0, "WIDTH": 4 if dtype == "f32" else 8, "COMPILED": device.type == "cuda",
             "BLOCK": config["BLOCK"], "BLOCK_P": triton.next_power_of_2(parts),
         },
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=align,
     )  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.reduce.contiguous import EMPTY, finish, fold, merge, reduce_columns
-from tensorlogic.kernels.row_access.ragged import SIZE
 from tensorlogic.kernels.triton_runtime.config_check import fitting
 from tensorlogic.kernels.triton_runtime.device_math import follow
 from tensorlogic.kernels.triton_runtime.launch import prepare
@@ -85,7 +85,7 @@ def refusal(columns: int, dtype: str, align: int) -> str | None:
     """Why rows are left to kernels that read them one below the other, or None."""
     if align < 16:
         return "a tensor at a 16-byte address is required"
-    whole = columns * SIZE[dtype] % 16 == 0
+    whole = columns * SIZES[dtype] % 16 == 0
     if columns & (columns - 1) == 0 or (whole and columns > NARROW):
         return "rows fill tiles as they are"
     if not rows_abreast(columns, dtype):
@@ -95,7 +95,7 @@ def refusal(columns: int, dtype: str, align: int) -> str | None:
 
 def rows_abreast(columns: int, dtype: str) -> list[tuple[int, int]]:
     """How many rows of `columns` make lines of how many places, best guess first, two at most."""
-    width = 16 // SIZE[dtype]
+    width = 16 // SIZES[dtype]
     found = [(line // columns // width * width, line) for line in LINES]
     return [(abreast, line) for abreast, line in found if abreast * columns >= FULL * line][:2]
 
@@ -107,7 +107,7 @@ def abreast_configs(
     found: list[dict[str, Any]] = []
     for n, (abreast, line) in enumerate(rows_abreast(columns, dtype)):
         for elements, per, warps in TILES if n == 0 else TILES[:3]:
-            block_r = elements // (SIZE[dtype] // 2) // line
+            block_r = elements // (SIZES[dtype] // 2) // line
             lines = rows // abreast
             parts = min(-(-lines // max(1, block_r)), multiprocessors * per)
             config = {"ABREAST": abreast, "BLOCK_W": line, "BLOCK_R": block_r, "parts": parts}
@@ -131,12 +131,11 @@ def abreast_launcher(
     abreast, parts, last, warps = (
         config[name] for name in ("ABREAST", "parts", "last", "num_warps")
     )
-    fits = abreast * columns <= config["BLOCK_W"] and abreast % (16 // SIZE[dtype]) == 0
+    fits = abreast * columns <= config["BLOCK_W"] and abreast % (16 // SIZES[dtype]) == 0
     exact = rows // abreast <= CHAIN * config["BLOCK_R"] * parts
     fitting(fits and exact, kind, config, f"{rows} rows of {columns}")
     block_c = triton.next_power_of_2(columns)
     block_p = max(1, min(triton.next_power_of_2(parts), GATHERED // block_c)) if parts > 1 else 1
-    known: dict[str, Any] = {"floats": (), "num_stages": 1, "device": device}
     first = prepare(
         reduce_abreast,
         grid=(parts, 1, 1),
@@ -147,7 +146,7 @@ def abreast_launcher(
             "BLOCK_R": config["BLOCK_R"], "BLOCK_W": config["BLOCK_W"],
             "BLOCK_A": triton.next_power_of_2(abreast), "BLOCK_C": block_c, "BLOCK_P": block_p,
         },
-        num_warps=warps, align=16, **known,
+        num_warps=warps, device=device,
     )  # fmt: skip
     if last or parts == 1:
         return first
@@ -161,7 +160,7 @@ def abreast_launcher(
             "KIND": kind, "EMPTY": EMPTY[kind], "HAS_W": False, "LAST": False,
             "BLOCK_R": min(triton.next_power_of_2(parts), 4096 // narrow), "BLOCK_C": narrow, "BLOCK_P": 1,
         },
-        num_warps=4, align=16, **known,
+        num_warps=4, device=device,
     )  # fmt: skip
     return lambda x, y, partial, counter: (
         first(x, partial, partial, counter) and second(partial, partial, y, partial, counter)

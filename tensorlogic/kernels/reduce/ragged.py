@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from tensorlogic.kernels.reduce.contiguous import EMPTY, finish, fold, merge
-from tensorlogic.kernels.row_access.ragged import SIZE, held, holds, parts_of, tiles
-from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.row_access.ragged import held, launcher, parts_of, tiles
 from tensorlogic.kernels.triton_runtime.device_math import follow
-from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit
@@ -84,27 +82,6 @@ def groups_launcher(
     kind: str, dtype: str, rows: int, columns: int, config: dict[str, Any], device: torch.device
 ) -> Callable[..., bool]:
     """A callable (x, y) -> bool for `kind` in "sum", "mean", "max", "min": contiguous [rows, columns] at a 16-byte address -> [rows]."""
-    once, warps = config["strategy"] == "held", config["num_warps"]
-    parts: dict[str, int] = {}
-    if once:
-        fits = holds(columns, dtype, config["ROWS"], warps, 1)
-        fitting(fits, kind, config, f"rows of {columns}")
-        parts = {"ROWS": config["ROWS"], "TILES": tiles(columns, dtype, warps)}
-    return prepare(
-        reduce_groups if once else reduce_groups_swept,
-        grid=(triton.cdiv(rows, config.get("ROWS", 1)), 1, 1),
-        pointers={"x_ptr": dtype, "y_ptr": dtype},
-        integers={"R": rows, "C": columns, "COUNT": columns},
-        floats=(),
-        constexprs={
-            "KIND": kind,
-            "EMPTY": EMPTY[kind],
-            **parts,
-            "LANES": 32 * warps if once else config["LANES"],
-            "WIDTH": 16 // SIZE[dtype],
-        },
-        num_warps=warps,
-        num_stages=1,
-        device=device,
-        align=16,
-    )
+    kernel = reduce_groups if config["strategy"] == "held" else reduce_groups_swept
+    about = (kernel, kind, rows, columns, dtype, config, device, ("x", "y"))
+    return launcher(*about, KIND=kind, EMPTY=EMPTY[kind])

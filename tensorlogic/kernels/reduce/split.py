@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.reduce.contiguous import EMPTY, finish, fold, merge
-from tensorlogic.kernels.row_access.ragged import SIZE
 from tensorlogic.kernels.row_access.split import configs_of, fits, share_of, span_of, tile_of
 from tensorlogic.kernels.triton_runtime.config_check import fitting
 from tensorlogic.kernels.triton_runtime.device_math import follow
@@ -74,16 +74,14 @@ def shares_launcher(
         grid=(rows, parts, 1),
         pointers={"x_ptr": dtype, "y_ptr": dtype, "partial_ptr": "f32", "counter_ptr": "i32"},
         integers={"R": rows, "C": columns, "SPAN": span, "PARTS": parts, "COUNT": columns},
-        floats=(),
         constexprs={
             "KIND": kind,
             "EMPTY": EMPTY[kind],
             "LANES": lanes,
-            "WIDTH": 16 // SIZE[dtype],
+            "WIDTH": 16 // SIZES[dtype],
             "PADDED": triton.next_power_of_2(parts),
         },
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=16,
     )

@@ -341,6 +341,6 @@ def strided_launcher(
         reduce_along if form.along else reduce_across,
         grid=(_tiles(form, config) * parts, 1, 1),
         pointers={"x_ptr": dtype, "y_ptr": out_dtype, "partial_ptr": "f32", "counter_ptr": "i32"},
-        integers=sizes, floats=(), constexprs=constexprs, num_warps=config["num_warps"], num_stages=1,
+        integers=sizes, constexprs=constexprs, num_warps=config["num_warps"],
         device=device, align=align,
     )  # fmt: skip

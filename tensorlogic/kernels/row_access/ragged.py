@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.row_access.contiguous import row_body
+from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.triton_runtime.launch import prepare
 
-SIZE = {"f16": 2, "bf16": 2, "f32": 4}
 SHORTEST = 4  # groups of a row: of fewer the ends are most
 # elements of a row, which kernels count in 32 bits, and a tile beyond
 LONGEST = 2**30
@@ -28,7 +34,7 @@ def parts_of(row, R, C, WIDTH: tl.constexpr):
 
 def refusal(columns: int, dtype: str, align: int) -> str | None:
     """Why rows are left to kernels that need not look for groups in them, or None."""
-    width = 16 // SIZE[dtype]
+    width = 16 // SIZES[dtype]
     if align < 16:
         return "rows of tensors at 16-byte addresses are required"
     if columns % width == 0:
@@ -40,13 +46,36 @@ def refusal(columns: int, dtype: str, align: int) -> str | None:
 
 def tiles(columns: int, dtype: str, warps: int) -> int:
     """Tiles of a row, of a group a thread each."""
-    return int(triton.cdiv(columns * SIZE[dtype], 32 * 16 * warps))
+    return int(triton.cdiv(columns * SIZES[dtype], 32 * 16 * warps))
 
 
 def holds(columns: int, dtype: str, rows: int, warps: int, tensors: int) -> bool:
     """Whether the registers of a program hold so many rows of so many tensors."""
     most = MOST[warps] if rows == 1 else TOGETHER
     return tiles(columns, dtype, warps) * rows * tensors <= most
+
+
+def launcher(
+    kernel: Any, what: str, rows: int, columns: int, dtype: str, config: dict[str, Any], device: torch.device,
+    names: Sequence[str], tensors: int = 1, **known: Any,
+) -> Callable[..., bool]:  # fmt: skip
+    """A kernel over contiguous [rows, columns] at 16-byte addresses that holds `tensors` of its rows, or sweeps over them."""
+    once, warps = config["strategy"] == "held", config["num_warps"]
+    if once:
+        fits = holds(columns, dtype, config["ROWS"], warps, tensors)
+        fitting(fits, what, config, f"rows of {columns}")
+        known |= {"ROWS": config["ROWS"], "TILES": tiles(columns, dtype, warps)}
+    known |= {"LANES": 32 * warps if once else config["LANES"], "WIDTH": 16 // SIZES[dtype]}
+    sizes = {"R": rows, "C": columns, "COUNT": columns}
+    return prepare(
+        kernel,
+        grid=(triton.cdiv(rows, config.get("ROWS", 1)), 1, 1),
+        pointers={f"{name}_ptr": dtype for name in names},
+        integers={name: n for name, n in sizes.items() if name in kernel.arg_names},
+        constexprs=known,
+        num_warps=warps,
+        device=device,
+    )
 
 
 def held(columns: int, dtype: str, tensors: int) -> list[tuple[int, int]]:

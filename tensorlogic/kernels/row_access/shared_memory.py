@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.row_access.contiguous import row_body
 from tensorlogic.kernels.triton_runtime.exact_exp import gradient, high, low, step
 
@@ -25,7 +26,7 @@ def tiles(columns: int, dtype: str, config: Mapping[str, Any], tensors: int = 1)
     Tiles in shared memory are whole: of rows that begin at odd places the last two may not be.
     """
     lanes, warps, per = config["LANES"], config["num_warps"], config["per"]
-    count = -(-columns * SIZE[dtype] // (16 * lanes))
+    count = -(-columns * SIZES[dtype] // (16 * lanes))
     shared = max(count - config["KEPT"], count // 2)
     words = (count - shared) * 4 * lanes // (32 * warps)
     fits = (
@@ -38,7 +39,7 @@ def tiles(columns: int, dtype: str, config: Mapping[str, Any], tensors: int = 1)
 
 def odd(columns: int, dtype: str) -> bool:
     """Whether rows begin at odd places: no multiple of 16 bytes."""
-    return columns * SIZE[dtype] % 16 > 0
+    return columns * SIZES[dtype] % 16 > 0
 
 
 def registers(config: Mapping[str, Any]) -> int:
@@ -114,6 +115,3 @@ def exchange(
                 v = new[k - AHEAD - SHARED] ^ none
                 m, norm = step(m, norm, v, piece < W - (k - AHEAD) * TILE, EVEN or k - AHEAD < TILES - 1 - ODD, kind)  # fmt: skip
     return m, norm, new
-
-
-SIZE = {"f16": 2, "bf16": 2, "f32": 4}

@@ -8,7 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tensorlogic.kernels.row_access.ragged import LONGEST, SIZE, parts_of
+from tensorlogic.core.key import SIZES
+from tensorlogic.kernels.row_access.ragged import LONGEST, parts_of
 
 FEWEST = 8192  # elements of a row that one program would read alone
 CHAIN = 4096  # tiles of a share at most: a chain of sums loses digits
@@ -74,4 +75,4 @@ def fits(columns: int, parts: int, tile: int) -> bool:
 
 def tile_of(lanes: int, dtype: str) -> int:
     """Elements of `lanes` groups."""
-    return lanes * 16 // SIZE[dtype]
+    return lanes * 16 // SIZES[dtype]

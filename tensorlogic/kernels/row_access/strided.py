@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -49,8 +50,14 @@ class Lines:
     inner: int
     strides: tuple[tuple[int, int, int], ...]
 
+    def named(self, names: Sequence[str]) -> dict[str, int]:
+        """The strides of tensors of these names, as kernels name them: x_o, x_c, x_i."""
+        pairs = zip(names, self.strides, strict=True)
+        return {f"{n}_{letter}": s for n, three in pairs for letter, s in zip("oci", three, strict=True)}  # fmt: skip
 
-SIZE = {"f16": 2, "bf16": 2, "f32": 4}
+    def wide(self, block_c: int, block_i: int) -> bool:
+        """Whether offsets within a tile may leave 32 bits."""
+        return max(block_c * abs(c) + block_i * abs(i) for _, c, i in self.strides) >= 2**31
 
 
 NAMES = (("x", "y"), ("dy", "y", "dx"))  # of forward's tensors and backward's

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from tensorlogic.kernels.row_access.contiguous import row_body, row_ends, row_statistics, with_ends
-from tensorlogic.kernels.row_access.ragged import SIZE, held, holds, parts_of, tiles
-from tensorlogic.kernels.triton_runtime.config_check import fitting
+from tensorlogic.kernels.row_access.ragged import held, launcher, parts_of, tiles
 from tensorlogic.kernels.triton_runtime.device_math import follow, powers
-from tensorlogic.kernels.triton_runtime.launch import prepare
 
 
 @triton.jit
@@ -161,6 +159,7 @@ def groups_configs(columns: int, dtype: str, backward: bool) -> list[dict[str, A
     return found[:6] + (swept if tiles(columns, dtype, 16) > 1 else [])
 
 
+NAMES = (("x", "y"), ("y", "dy", "dx"))  # of forward's tensors and backward's
 KERNELS = {
     ("held", False): softmax_fwd_groups,
     ("swept", False): softmax_fwd_groups_swept,
@@ -178,26 +177,5 @@ def groups_launcher(
     backward: bool = False,
 ) -> Callable[..., bool]:
     """A callable (x, y) -> bool over contiguous [rows, columns] at 16-byte addresses, or (y, dy, dx) -> bool, its gradient."""
-    once, warps = config["strategy"] == "held", config["num_warps"]
-    names = ("y", "dy", "dx") if backward else ("x", "y")
-    parts: dict[str, int] = {}
-    if once:
-        fits = holds(columns, dtype, config["ROWS"], warps, 1 + backward)
-        fitting(fits, "softmax", config, f"rows of {columns}")
-        parts = {"ROWS": config["ROWS"], "TILES": tiles(columns, dtype, warps)}
-    return prepare(
-        KERNELS[config["strategy"], backward],
-        grid=(triton.cdiv(rows, config.get("ROWS", 1)), 1, 1),
-        pointers={f"{name}_ptr": dtype for name in names},
-        integers={"R": rows, "C": columns} if once else {"C": columns},
-        floats=(),
-        constexprs={
-            **parts,
-            "LANES": 32 * warps if once else config["LANES"],
-            "WIDTH": 16 // SIZE[dtype],
-        },
-        num_warps=warps,
-        num_stages=1,
-        device=device,
-        align=16,
-    )
+    names, kernel = NAMES[backward], KERNELS[config["strategy"], backward]
+    return launcher(kernel, "softmax", rows, columns, dtype, config, device, names, 1 + backward)

@@ -138,49 +138,37 @@ def _blocks(config: dict[str, Any]) -> dict[str, int]:
 
 
 def softmax_launcher(
-    rows: int,
-    columns: int,
-    dtype: str,
-    out_dtype: str,
-    config: dict[str, Any],
-    device: torch.device,
-    align: int = 16,
-) -> Callable[..., bool]:
+    rows: int, columns: int, dtype: str, out_dtype: str, config: dict[str, Any], device: torch.device, align: int = 16
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (x, y) -> bool: softmax over the last dim of contiguous [rows, columns]."""
-    held = config["strategy"] == "registers"
-    return prepare(
-        softmax_fwd_registers if held else softmax_fwd_online,
-        grid=_rows_grid(rows, config),
-        pointers={"x_ptr": dtype, "y_ptr": out_dtype},
-        integers={"R": rows, "C": columns} if held else {"C": columns},
-        floats=(),
-        constexprs=_blocks(config),
-        num_warps=config["num_warps"],
-        num_stages=1,
-        device=device,
-        align=align,
-    )
+    pointers = {"x_ptr": dtype, "y_ptr": out_dtype}
+    kernels = (softmax_fwd_online, softmax_fwd_registers)
+    return _prepared(kernels, pointers, (), rows, columns, config, device, align)
 
 
 def softmax_backward_launcher(
-    rows: int,
-    columns: int,
-    dtypes: tuple[str, str, str],
-    config: dict[str, Any],
-    device: torch.device,
-    align: int = 16,
-) -> Callable[..., bool]:
+    rows: int, columns: int, dtypes: tuple[str, str, str], config: dict[str, Any], device: torch.device, align: int = 16
+) -> Callable[..., bool]:  # fmt: skip
     """A callable (y, dy, dx, scale) -> bool: dx = scale * y * (dy - sum(dy * y)); dtypes of y, dy, dx."""
+    pointers = dict(zip(("y_ptr", "dy_ptr", "dx_ptr"), dtypes, strict=True))
+    kernels = (softmax_bwd_looped, softmax_bwd_registers)
+    return _prepared(kernels, pointers, ("scale",), rows, columns, config, device, align)
+
+
+def _prepared(
+    kernels: tuple[Any, Any], pointers: dict[str, str], floats: tuple[str, ...], rows: int, columns: int,
+    config: dict[str, Any], device: torch.device, align: int,
+) -> Callable[..., bool]:  # fmt: skip
+    """The kernel of rows in pieces, or that of whole rows."""
     held = config["strategy"] == "registers"
     return prepare(
-        softmax_bwd_registers if held else softmax_bwd_looped,
+        kernels[held],
         grid=_rows_grid(rows, config),
-        pointers=dict(zip(("y_ptr", "dy_ptr", "dx_ptr"), dtypes, strict=True)),
+        pointers=pointers,
         integers={"R": rows, "C": columns} if held else {"C": columns},
-        floats=("scale",),
+        floats=floats,
         constexprs=_blocks(config),
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=align,
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tensorlogic.kernels.row_access.shared_memory import SIZE, odd, registers, tiles
+from tensorlogic.core.key import SIZES
+from tensorlogic.kernels.row_access.shared_memory import odd, registers, tiles
 from tensorlogic.kernels.triton_runtime import launch
 from tensorlogic.system.compile_pool import CompileFailure
 
@@ -25,7 +26,7 @@ def softmax_held_launcher(
     (y, dy, dx) -> bool, its gradient; on a Hopper GPU of `cores` multiprocessors. Configurations: `cross_entropy_held.held_configs`."""
     from .smem_kernel import softmax_backward_held, softmax_held
 
-    lanes, width = config["LANES"], 16 // SIZE[dtype]
+    lanes, width = config["LANES"], 16 // SIZES[dtype]
     names = ("y_ptr", "dy_ptr", "dx_ptr") if backward else ("x_ptr", "y_ptr")
     count, shared = tiles(columns, dtype, config, len(names) - 1)
     if not shared:
@@ -37,13 +38,11 @@ def softmax_held_launcher(
         grid=(min(rows, cores * config["per"]), 1, 1),
         pointers=dict.fromkeys(names, dtype),
         integers={"R": rows, "C": columns},
-        floats=(),
         constexprs={
             "TILES": count, "SHARED": shared, "AHEAD": config["AHEAD"], "EVEN": columns % (lanes * width) == 0,
             "ODD": odd(columns, dtype), "LANES": lanes, "WIDTH": width,
         },
         num_warps=config["num_warps"],
         registers=registers(config),
-        num_stages=1,
         device=device,
     )  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.row_access.contiguous import row_statistics, with_ends
-from tensorlogic.kernels.row_access.ragged import SIZE
 from tensorlogic.kernels.row_access.split import configs_of, fits, share_of, span_of, tile_of
 from tensorlogic.kernels.triton_runtime.config_check import fitting
 from tensorlogic.kernels.triton_runtime.device_math import follow, powers
@@ -148,10 +148,8 @@ def shares_launcher(
             grid=(rows, parts, 1),
             pointers={f"{name}_ptr": "f32" if name == "part" else dtype for name in given},
             integers={"R": rows, "C": columns, "SPAN": span, "PARTS": parts},
-            floats=(),
-            constexprs={"LANES": lanes, "WIDTH": 16 // SIZE[dtype], **more},
+            constexprs={"LANES": lanes, "WIDTH": 16 // SIZES[dtype], **more},
             num_warps=warps,
-            num_stages=1,
             device=device,
             align=16,
         )

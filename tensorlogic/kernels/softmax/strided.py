@@ -9,11 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.triton_runtime.config_check import fitting
 from tensorlogic.kernels.triton_runtime.device_math import follow, powers
 from tensorlogic.kernels.triton_runtime.launch import prepare
 
-from ..row_access.strided import LOWEST, NAMES, SIZE, Lines, begun, from_start, placed, within
+from ..row_access.strided import LOWEST, NAMES, Lines, begun, from_start, placed, within
 
 
 @triton.jit
@@ -163,7 +164,7 @@ def _config(strategy: str, lines: Lines, inner: int, warps: int, per: int) -> di
 
 def lines_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, Any]]:
     """Configurations, best guess first: "held" or "swept", how many neighbouring lines a program takes."""
-    (_, stride_c, stride_i), size = lines.strides[0], SIZE[dtype]
+    (_, stride_c, stride_i), size = lines.strides[0], SIZES[dtype]
     held: list[dict[str, Any]] = []
     if lines.inner > 1 and stride_i < stride_c:  # neighbours lie together: whole sectors of them
         widths = _widths(lines, size, cores)
@@ -209,27 +210,19 @@ def lines_launcher(
     names, block_c, block_i = NAMES[backward], config["BLOCK_C"], config["BLOCK_I"]
     if held:
         fitting(_holds(lines, config), "softmax", config, f"lines of {lines.length}")
-    reach = max(block_c * abs(c) + block_i * abs(i) for _, c, i in lines.strides)
     pairs: Sequence[tuple[Any, Any]] = ((softmax_fwd_swept, softmax_fwd_held), (softmax_bwd_swept, softmax_bwd_held))  # fmt: skip
-    strides = {
-        f"{name}_{letter}": stride
-        for name, apart in zip(names, lines.strides, strict=True)
-        for letter, stride in zip("oci", apart, strict=True)
-    }
     return prepare(
         pairs[backward][held],
         grid=(lines.outer * triton.cdiv(lines.inner, block_i), 1, 1),
         pointers={f"{name}_ptr": dtype for name in names},
-        integers={"C": lines.length, "N": lines.inner, **strides},
-        floats=(),
+        integers={"C": lines.length, "N": lines.inner, **lines.named(names)},
         constexprs={
             **({"TILES": triton.cdiv(lines.length, block_c)} if held else {}),
-            "WIDE": reach >= 2**31,
+            "WIDE": lines.wide(block_c, block_i),
             "BLOCK_C": block_c,
             "BLOCK_I": block_i,
         },
         num_warps=config["num_warps"],
-        num_stages=1,
         device=device,
         align=align,
     )

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tensorlogic.core.key import SIZES
 from tensorlogic.kernels.row_access.strided import (
     LOWEST,
     NAMES,
-    SIZE,
     Lines,
     begun,
     from_start,
@@ -153,7 +153,7 @@ def _width(lines: Lines, bytes_: int, size: int) -> int:
 
 def refusal(lines: Lines, dtype: str, cores: int) -> str | None:
     """Why lines are left to kernels that give one to a single program, or None."""
-    width = _width(lines, SECTOR, SIZE[dtype])
+    width = _width(lines, SECTOR, SIZES[dtype])
     if lines.length < SHORTEST or lines.length * width < FEWEST:
         return f"lines of {lines.length} are too short to be cut"
     programs = lines.outer * triton.cdiv(lines.inner, width)
@@ -166,7 +166,7 @@ def refusal(lines: Lines, dtype: str, cores: int) -> str | None:
 
 def parts_configs(lines: Lines, dtype: str, cores: int = 132) -> list[dict[str, Any]]:
     """Configurations, best guess first: how many neighbouring lines a program takes, and in how many parts these are cut."""
-    size, found = SIZE[dtype], list[dict[str, Any]]()
+    size, found = SIZES[dtype], list[dict[str, Any]]()
     together, tensors = _width(lines, SECTOR, size) > 1, len(lines.strides) - 1
     for bytes_, held, warps, programs in TOGETHER if together else ALONE:
         block_i = _width(lines, bytes_, size)
@@ -215,33 +215,30 @@ def parts_launcher(
     parts = triton.cdiv(lines.length, span)
     fits = parts <= MOST_PARTS and parts * block_i <= COMBINED and span <= CHAIN * block_c
     fitting(fits and span + block_c < 2**31, "softmax", config, f"lines of {lines.length}")
-    reach = max(block_c * abs(c) + block_i * abs(i) for _, c, i in lines.strides)
     *read, written = NAMES[backward]
-    apart = dict(zip(NAMES[backward], lines.strides, strict=True))
+    sizes = {"C": lines.length, "N": lines.inner, "SPAN": span, "PARTS": parts, **lines.named(NAMES[backward])}  # fmt: skip
 
-    def launch(kernel: Any, names: list[str], given: list[str], **more: int) -> Callable[..., bool]:
-        strides = {
-            f"{name}_{letter}": stride
-            for name in names
-            for letter, stride in zip("oci", apart[name], strict=True)
-        }
+    def launch(kernel: Any, given: list[str], **more: int) -> Callable[..., bool]:
         return prepare(
             kernel,
             grid=(_groups(lines, config), parts, 1),
             pointers={f"{name}_ptr": "f32" if name == "part" else dtype for name in given},
-            integers={"C": lines.length, "N": lines.inner, "SPAN": span, "PARTS": parts, **strides},
-            floats=(),
-            constexprs={"WIDE": reach >= 2**31, "BLOCK_C": block_c, "BLOCK_I": block_i, **more},
+            integers={name: n for name, n in sizes.items() if name in kernel.arg_names},
+            constexprs={
+                "WIDE": lines.wide(block_c, block_i),
+                "BLOCK_C": block_c,
+                "BLOCK_I": block_i,
+                **more,
+            },
             num_warps=config["num_warps"],
-            num_stages=1,
             device=device,
             align=align,
         )
 
     kernels = (softmax_bwd_parts, softmax_bwd_joined) if backward else (softmax_fwd_parts, softmax_fwd_joined)  # fmt: skip
-    leave = launch(kernels[0], read, [*read, "part"])
+    leave = launch(kernels[0], [*read, "part"])
     padded = triton.next_power_of_2(parts)
-    join = launch(kernels[1], [*read, written], [*read, "part", written], PADDED=padded)
+    join = launch(kernels[1], [*read, "part", written], PADDED=padded)
 
     def start(*tensors: torch.Tensor) -> bool:
         return leave(*tensors[:-1]) and join(*tensors)

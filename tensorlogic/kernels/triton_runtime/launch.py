@@ -95,10 +95,10 @@ def prepare(
     grid: tuple[int, int, int],
     pointers: Mapping[str, str],
     integers: Mapping[str, int],
-    floats: Sequence[str],
+    floats: Sequence[str] = (),
     constexprs: Mapping[str, Any],
     num_warps: int,
-    num_stages: int,
+    num_stages: int = 1,
     device: torch.device,
     align: int = 16,
     longs: Sequence[str] = (),
@@ -120,7 +120,7 @@ def prepare(
 
         start = prepare(
             scale, grid=(8, 1, 1), pointers={"x_ptr": "f16", "y_ptr": "f16"}, integers={"N": 1000},
-            floats=("factor",), constexprs={"BLOCK": 128}, num_warps=4, num_stages=1, device=device,
+            floats=("factor",), constexprs={"BLOCK": 128}, num_warps=4, device=device,
         )
         start(x, y, 0.5)
     """
@@ -170,10 +170,10 @@ def compile_job(
     grid: tuple[int, int, int] = (1, 1, 1),
     pointers: Mapping[str, str],
     integers: Mapping[str, int],
-    floats: Sequence[str],
+    floats: Sequence[str] = (),
     constexprs: Mapping[str, Any],
     num_warps: int,
-    num_stages: int,
+    num_stages: int = 1,
     sm: int,
     align: int = 16,
     longs: Sequence[str] = (),

@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_TYPES = {"f16": ("fp16", tl.float16), "bf16": ("bf16", tl.bfloat16), "f32": ("fp32", tl.float32)}
+_TYPES = {"f16": ("fp16", tl.float16), "bf16": ("bf16", tl.bfloat16), "f32": ("fp32", tl.float32), "f64": ("fp64", tl.float64)}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,35 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.rewrite_rule import Composite, Emit, Way
+from ...core.rewrite_rule import Composite, Way
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
+) -> Tensor:  # fmt: skip
     """softmax(scale · q kᵀ + mask) v: q [..., S, D], k and v [..., T, D]."""
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
 
 
-def widened(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> Tensor:
+def widened(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *how: Any) -> Tensor:
     """The same in float32, rounded at the end."""
     wide = mask.float() if mask is not None and mask.is_floating_point() else mask
-    y = attention(q.float(), k.float(), v.float(), wide, causal, scale, gqa)
-    return y.to(q.dtype)
+    return attention(q.float(), k.float(), v.float(), wide, *how).to(q.dtype)
 
 
 def _half_on_cpu(args: tuple[Any, ...]) -> str | None:
@@ -46,8 +31,5 @@ def _half_on_cpu(args: tuple[Any, ...]) -> str | None:
     return "halves on a CPU only"
 
 
-def _widened(emit: Emit, args: tuple[Any, ...]) -> Any:
-    return emit(widened, *args)
-
-
-ATTENTION = Composite("attention", attention, (Way("torch.widened", _half_on_cpu, _widened),))
+WAY = Way("torch.widened", _half_on_cpu, lambda emit, args: emit(widened, *args))
+ATTENTION = Composite("attention", attention, (WAY,))

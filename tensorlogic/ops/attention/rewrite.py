@@ -12,24 +12,20 @@ from . import ATTENTION
 Q, K, V, S, M = Var("q"), Var("k"), Var("v"), Var("s"), Var("m")
 PRODUCT = (aten.matmul.default, aten.bmm.default)
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
+LAST = [d for n in (0, 3, 4) for d in ((n - 2, n - 1), (n - 1, n - 2))]
 KT = OneOf(
     (
-        *(
-            Call((aten.transpose.int,), (K, a, b))
-            for n in (0, 3, 4)
-            for a, b in ((n - 2, n - 1), (n - 1, n - 2))
-        ),
+        *(Call((aten.transpose.int,), (K, *dims)) for dims in LAST),
         Call((aten.permute.default,), (K, [0, 1, 3, 2])),
         Call((aten.mT.default,), (K,)),
     )
 )
+QK, SCALED = Call(PRODUCT, (Q, KT)), (((aten.mul.Tensor,), S), ((aten.div.Tensor,), Var("divisor")))
 SCORES = OneOf(
     (
-        Call((aten.mul.Tensor,), (Call(PRODUCT, (Q, KT)), S)),
-        Call((aten.div.Tensor,), (Call(PRODUCT, (Q, KT)), Var("divisor"))),
-        Call(PRODUCT, (Call((aten.mul.Tensor,), (Q, S)), KT)),
-        Call(PRODUCT, (Call((aten.div.Tensor,), (Q, Var("divisor"))), KT)),
-        Call(PRODUCT, (Q, KT)),
+        *(Call(op, (QK, by)) for op, by in SCALED),
+        *(Call(PRODUCT, (Call(op, (Q, by)), KT)) for op, by in SCALED),
+        QK,
     )
 )
 
@@ -66,15 +62,9 @@ def scores_fit(m: Match) -> bool:
 
 def _fits(m: Match) -> bool:
     q, v = m.tensor("q"), m.tensor("v")
-    return (
-        scores_fit(m)
-        and v is not None
-        and q is not None
-        and floating(q, v)
-        and v.dim() == q.dim()
-        and v.shape[:-2] == q.shape[:-2]
-        and m.out.shape == (*q.shape[:-1], v.shape[-1])
-    )
+    if not scores_fit(m) or q is None or v is None or not floating(q, v) or v.dim() != q.dim():
+        return False
+    return v.shape[:-2] == q.shape[:-2] and m.out.shape == (*q.shape[:-1], v.shape[-1])
 
 
 def _attention(m: Match, emit: Emit) -> Any:
@@ -82,16 +72,12 @@ def _attention(m: Match, emit: Emit) -> Any:
 
 
 MASKED = Call((aten.add.Tensor,), (SCORES, M), swap=True)
+HOW = ("causal", "scale", "gqa")
 RULES = (
     Rule(
         "attention",
-        Call(
-            (aten.scaled_dot_product_attention.default,),
-            (Q, K, V, M, 0.0, Var("causal"), Var("scale"), Var("gqa")),
-        ),
-        lambda m, emit: emit(
-            ATTENTION, m["q"], m["k"], m["v"], m["m"], m["causal"], m["scale"], m["gqa"]
-        ),
+        Call((aten.scaled_dot_product_attention.default,), (Q, K, V, M, 0.0, *map(Var, HOW))),
+        lambda m, emit: emit(ATTENTION, *(m[n] for n in ("q", "k", "v", "m", *HOW))),
         lambda m: example(m.root) is not None,
         exact=True,
     ),

@@ -14,12 +14,12 @@ from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ...core.op import Gradient, Op, bits
+from ...core.op import Args, Gradient, Kept, Needs, Op, bits
 from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "triton_after_gemm", "triton_hopper")}
+CANDIDATES = {"cuda": ("triton", "triton_hopper")}
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -65,15 +65,8 @@ def unseen_zeroed(ds: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 def attention_scores_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    y: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    is_causal: bool,
-    needs: str,
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, q: Tensor, k: Tensor, y: Tensor, scale: float, mask: Tensor | None, is_causal: bool, needs: str
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dy [..., S, T] -> dq, dk and the gradient of an additive mask, each summed to its operand's shape."""
     ds = torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
     ds = unseen_zeroed(ds, mask, is_causal)
@@ -84,22 +77,14 @@ def attention_scores_backward(
     )
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
     q, k, _, mask = dynamic
     hides = mask is not None and mask.dtype == torch.bool
     seen = saved_tensors.read(mask, hides) if hides or needs[2] else None
     return (saved_tensors.read(q, needs[1]), saved_tensors.read(k, needs[0]), outs[0], seen)
 
 
-def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+def _backward(flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor) -> Args:
     q, k, y, mask = saved_tensors.stood_in(saved, dy)
     grads = backward_call(dy, q, k, y, scalars[0], mask, flags.is_causal, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
@@ -119,16 +104,13 @@ def _cases() -> Any:
 
 
 def _shape(key: Key) -> tuple[int, int, int, int]:
-    q, k = key.spec("q"), key.spec("k")
-    assert q is not None and k is not None
+    q, k = key.present("q"), key.present("k")
     return max(prod(q.shape[:-2]), prod(k.shape[:-2])), q.shape[-2], k.shape[-2], q.shape[-1]
 
 
 def _traffic(key: Key) -> float:
-    q = key.spec("q")
-    assert q is not None
     batch, s, t, _ = _shape(key)
-    return costs.inputs(key) + batch * s * t * DTYPES[q.dtype].itemsize
+    return costs.inputs(key) + batch * s * t * DTYPES[key.present("q").dtype].itemsize
 
 
 def _made(key: Key, values: dict[str, Any]) -> None:

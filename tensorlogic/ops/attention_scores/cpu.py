@@ -21,8 +21,7 @@ CALL = 2.0  # microseconds that the second native call takes
 
 def supports(key: Key) -> str | None:
     """None for q and k with equal leading dimensions, and no mask or one of the scores' shape."""
-    q, k, mask = key.tensors
-    assert q is not None and k is not None
+    q, k, mask = key.present("q"), key.present("k"), key.spec("mask")
     if q.shape[:-2] != k.shape[:-2]:
         return "leading dimensions of q and k differ"
     if mask is not None and (
@@ -34,8 +33,7 @@ def supports(key: Key) -> str | None:
 
 def guess(key: Key) -> float:
     """Eager makes three or more passes over the scores; its half-precision product may have no hardware."""
-    q, k = key.spec("q"), key.spec("k")
-    assert q is not None and k is not None
+    q, k = key.present("q"), key.present("k")
     rows, columns, depth = prod(q.shape[:-1]), k.shape[-2], q.shape[-1]
     masked = key.flag("is_causal") or key.spec("mask") is not None
     eager = cost_model.torch_us(rows, columns, depth, q.dtype, False)
@@ -62,8 +60,7 @@ def build(key: Key) -> Launcher:
 
 def supports_backward(key: Key) -> str | None:
     """None for q and k with equal leading dimensions, contiguous scores, and a mask that needs no gradient."""
-    q, k = key.spec("q"), key.spec("k")
-    assert q is not None and k is not None
+    q, k = key.present("q"), key.present("k")
     if key.flag("needs")[2] == "1":
         return "the mask needs a gradient"
     if q.shape[:-2] != k.shape[:-2] or 0 in (*q.shape, *k.shape):
@@ -73,8 +70,7 @@ def supports_backward(key: Key) -> str | None:
 
 def guess_backward(key: Key) -> float:
     """One pass over the scores and two products, as eager has them."""
-    q, k = key.spec("q"), key.spec("k")
-    assert q is not None and k is not None
+    q, k = key.present("q"), key.present("k")
     rows, columns, depth = prod(q.shape[:-1]), k.shape[-2], q.shape[-1]
     ways, dtype = ((rows, depth, columns), (columns, depth, rows)), q.dtype
     ours = sum(cost_model.native_us(*way, dtype, False) for way in ways)
@@ -98,13 +94,8 @@ def build_backward(key: Key) -> Launcher:
 
 
 cpu_register.add(
-    ATTENTION_SCORES_BACKWARD,
-    "cpu.products",
-    build_backward,
-    supports_backward,
-    guess_backward,
-    __name__,
-)
+    ATTENTION_SCORES_BACKWARD, "cpu.products", build_backward, supports_backward, guess_backward, __name__
+)  # fmt: skip
 cpu_register.add(
     ATTENTION_SCORES, "cpu.fused", build, supports, guess, __name__, cpu_register.PRODUCTS
 )

@@ -110,10 +110,5 @@ def build(x: Shape, config: Config, device: torch.device) -> Launcher:
 
 
 metal_register.described(
-    ATTENTION_SCORES,
-    "metal.scores",
-    served,
-    lambda x: ({},),
-    build,
-    (shapes, sys.modules[__name__]),
-)
+    ATTENTION_SCORES, "metal.scores", served, lambda x: ({},), build, (shapes, sys.modules[__name__])
+)  # fmt: skip

@@ -13,12 +13,5 @@ def _scores(m: Match, emit: Emit) -> Any:
     return emit(attention_scores, m["q"], m["k"], scale(m), m.get("m"))
 
 
-RULES = tuple(
-    Rule(
-        "attention_scores",
-        Call(SOFTMAX, (OneOf((MASKED, SCORES)), dim, Var("dtype"))),
-        _scores,
-        scores_fit,
-    )
-    for dim in (-1, 3, 2)
-)
+PATTERNS = (Call(SOFTMAX, (OneOf((MASKED, SCORES)), dim, Var("dtype"))) for dim in (-1, 3, 2))
+RULES = tuple(Rule("attention_scores", pattern, _scores, scores_fit) for pattern in PATTERNS)

@@ -41,8 +41,7 @@ def _four(t: TensorSpec, lead: tuple[int, int], tail: int) -> Strides | None:
 
 def describe(key: Key) -> Shape | str:
     """At most two leading dimensions, rows of q and k with unit stride."""
-    q, k, mask = key.tensors
-    assert q is not None and k is not None
+    q, k, mask = key.present("q"), key.present("k"), key.spec("mask")
     reason = register.one_dtype(key, "q", "k")
     if reason is not None:
         return reason

@@ -94,8 +94,7 @@ def heads(*names: str) -> Normal:
             return key
         if len({t.shape[:-2] for t in known}) != 1:
             return key
-        q, k, mask = (key.spec(name) for name in ("q", "k", "mask"))
-        assert q is not None and k is not None
+        q, k, mask = key.present("q"), key.present("k"), key.spec("mask")
         lead = prod(q.shape[:-2])
         whole = mask and _flat(mask, (lead, q.shape[-2], k.shape[-2]))
         tensors = tuple(

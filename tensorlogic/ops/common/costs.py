@@ -28,8 +28,7 @@ def inputs(key: Key) -> float:
 
 def linear_mnk(key: Key, x: str = "x", weight: str = "weight") -> tuple[int, int, int]:
     """M, N, K of a product of x [..., K] with weight [N, K]."""
-    a, w = key.spec(x), key.spec(weight)
-    assert a is not None and w is not None
+    a, w = key.present(x), key.present(weight)
     return prod(a.shape[:-1]), w.shape[0], w.shape[1]
 
 
@@ -42,9 +41,7 @@ def linear_flops(key: Key) -> float:
 def linear_traffic(key: Key) -> float:
     """Every input once, the output once."""
     m, n, _ = linear_mnk(key)
-    x = key.spec("x")
-    assert x is not None
-    return inputs(key) + m * n * DTYPES[x.dtype].itemsize
+    return inputs(key) + m * n * DTYPES[key.present("x").dtype].itemsize
 
 
 def pointwise_traffic(key: Key) -> float:

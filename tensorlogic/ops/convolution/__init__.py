@@ -21,16 +21,9 @@ TURNED = 4
 
 
 def convolution(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    r: Tensor | None,
-    activation: str,
-    stride: Sizes,
-    padding: Sizes,
-    dilation: Sizes,
-    groups: int,
-) -> Tensor:
+    x: Tensor, w: Tensor, b: Tensor | None, r: Tensor | None, activation: str,
+    stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
+) -> Tensor:  # fmt: skip
     """activation(convolution(x, w) + b + r): x [B, C, ...], w [N, C/groups, ...], b [N], r as the output."""
     turned = x.device.type == "cpu" and w.is_contiguous() and not x.is_contiguous()
     if turned and w.numel() > TURNED * x.numel():
@@ -39,6 +32,13 @@ def convolution(
     if r is not None:
         y = y + r
     return activate_(y, activation) if activation != "none" else y
+
+
+def _scale(w: Tensor, gamma: Tensor | None, var: Tensor, eps: float) -> tuple[torch.dtype, Tensor]:
+    """The dtype to compute in, and each output's batch-norm scale."""
+    wide = torch.promote_types(w.dtype, torch.float32)
+    scale = torch.rsqrt(var.to(wide) + eps)
+    return wide, scale if gamma is None else scale * gamma.to(wide)
 
 
 def _like_weight(w: Tensor, *_: Any) -> Tensor:
@@ -52,26 +52,16 @@ def _like_mean(w: Tensor, b: Any, gamma: Any, beta: Any, mean: Tensor, *_: Any) 
 @looking(_like_weight)
 def fold_weight(w: Tensor, gamma: Tensor | None, var: Tensor, eps: float) -> Tensor:
     """w [N, ...] with each output's batch-norm scale in it, computed in at least float32."""
-    wide = torch.promote_types(w.dtype, torch.float32)
-    scale = torch.rsqrt(var.to(wide) + eps)
-    scale = scale if gamma is None else scale * gamma.to(wide)
+    wide, scale = _scale(w, gamma, var, eps)
     return (w.to(wide) * scale.reshape(-1, *[1] * (w.dim() - 1))).to(w.dtype)
 
 
 @looking(_like_mean)
 def fold_bias(
-    w: Tensor,
-    b: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    eps: float,
-) -> Tensor:
+    w: Tensor, b: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:  # fmt: skip
     """The bias [N] that belongs to `fold_weight`, in w's dtype."""
-    wide = torch.promote_types(w.dtype, torch.float32)
-    scale = torch.rsqrt(var.to(wide) + eps)
-    scale = scale if gamma is None else scale * gamma.to(wide)
+    wide, scale = _scale(w, gamma, var, eps)
     shift = -mean.to(wide) if b is None else b.to(wide) - mean.to(wide)
     shift = shift * scale
     return (shift if beta is None else shift + beta.to(wide)).to(w.dtype)
@@ -164,11 +154,8 @@ def _channels_last(emit: Emit, args: tuple[Any, ...]) -> Any:
 
 
 def _cudnn(emit: Emit, args: tuple[Any, ...]) -> Any:
-    x, w, b, r = (
-        None if t is None else emit(channels_last, t) if i != 2 else t
-        for i, t in enumerate(args[:4])
-    )
-    return emit(cudnn, x, w, b, r, *_rest(args))
+    x, w, r = (None if t is None else emit(channels_last, t) for t in (*args[:2], args[3]))
+    return emit(cudnn, x, w, args[2], r, *_rest(args))
 
 
 def _cudnn_fits(args: tuple[Any, ...]) -> str | None:

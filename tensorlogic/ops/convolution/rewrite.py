@@ -103,51 +103,43 @@ def _same_shape(m: Match) -> bool:
     return r is not None and y is not None and r.shape == y.shape and floating(r, y)
 
 
+def _joined(m: Match, emit: Emit, activation: str) -> Any:
+    return emit(CONVOLUTION, m["x"], m["w"], m["b"], m["r"], activation, *_how(m))
+
+
+def _any(m: Match) -> bool:
+    return example(m.root) is not None
+
+
+NAMED = Call((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default), (X, W, B, *HOW))
 CONV = Call((CONVOLUTION,), (X, W, B, None, "none", *HOW), name="y")
+LINEAR = Call((linear,), (X, W, B), name="y")
 ADDED = Call((CONVOLUTION,), (X, W, B, R, "none", *HOW))
+SMOOTH = Call((aten.silu.default, aten.gelu.default), (ADDED, Var("...")))
+
+
+def _times(inner: Call) -> Call:
+    return Call((aten.mul.Tensor,), (inner, Var("s")), swap=True)
+
+
 RULES = (
-    Rule(
-        "convolution",
-        Call((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default), (X, W, B, *HOW)),
-        _plain,
-        _batched,
-        exact=True,
-    ),
+    Rule("convolution", NAMED, _plain, _batched, exact=True),
     Rule("convolution", _norm(CONV), _fold, _constant, training=False),
-    Rule("linear", _norm(Call((linear,), (X, W, B))), _fold_linear, _matrix, training=False),
-    Rule(
-        "convolution",
-        Call((aten.mul.Tensor,), (CONV, Var("s")), swap=True),
-        _scale,
-        _channels,
-        training=False,
-    ),
-    Rule(
-        "linear",
-        Call((aten.mul.Tensor,), (Call((linear,), (X, W, B), name="y"), Var("s")), swap=True),
-        _scale_linear,
-        _channels,
-        training=False,
-    ),
+    Rule("linear", _norm(LINEAR), _fold_linear, _matrix, training=False),
+    Rule("convolution", _times(CONV), _scale, _channels, training=False),
+    Rule("linear", _times(LINEAR), _scale_linear, _channels, training=False),
     Rule(
         "convolution",
         Call((aten.add.Tensor,), (CONV, R), swap=True),
-        lambda m, emit: emit(CONVOLUTION, m["x"], m["w"], m["b"], m["r"], "none", *_how(m)),
+        lambda m, emit: _joined(m, emit, "none"),
         _same_shape,
     ),
+    Rule("convolution", Call(RELU, (ADDED,)), lambda m, emit: _joined(m, emit, "relu"), _any),
     Rule(
         "convolution",
-        Call(RELU, (ADDED,)),
-        lambda m, emit: emit(CONVOLUTION, m["x"], m["w"], m["b"], m["r"], "relu", *_how(m)),
-        lambda m: example(m.root) is not None,
-    ),
-    Rule(
-        "convolution",
-        Call((aten.silu.default, aten.gelu.default), (ADDED, Var("..."))),
-        lambda m, emit: emit(
-            CONVOLUTION, m["x"], m["w"], m["b"], m["r"], activation_of(m.root), *_how(m)
-        ),
-        lambda m: example(m.root) is not None,
+        SMOOTH,
+        lambda m, emit: _joined(m, emit, activation_of(m.root)),
+        _any,
         training=False,
     ),
 )

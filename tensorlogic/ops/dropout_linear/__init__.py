@@ -18,8 +18,9 @@ from ...core.op import Gradient, Op, bits
 from ...dispatch import dispatcher
 from ...kernels.register import rows
 from ...system.capture_state import capturing
-from ..common import canonical_keys, costs, sample_inputs, tensor_checks
+from ..common import linear_ops, sample_inputs, tensor_checks
 from ..common.dropout_rng import draw, keep_mask, seeded
+from ..common.linear_ops import Needs, Values
 from ..linear import LINEAR, LINEAR_BACKWARD, linear
 
 
@@ -70,9 +71,7 @@ def dropout_linear_backward(
 _dropout_linear.__name__ = "dropout_linear"
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) -> Values:
     x, weight, *_, state = dynamic
     mask = outs[1] if len(outs) > 1 else None
     return (
@@ -84,12 +83,8 @@ def _kept(
 
 
 def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+    flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
+) -> Values:
     x, weight, mask, state = saved_tensors.stood_in(saved, dy)
     if mask is None and dy.layout is torch.strided:
         # kernels that make the mask again want whole rows; PyTorch's operations take ten times as
@@ -101,24 +96,9 @@ def _backward(
 
 def _cases() -> Any:
     for m, k, n, p in ((2, 3, 5, 0.5), (33, 17, 65, 0.1), (64, 128, 96, 0.25), (0, 4, 3, 0.5)):
-        yield (
-            torch.randn(m, k),
-            torch.randn(n, k) * k**-0.5,
-            torch.randn(n),
-            p,
-            12345678901,
-            8,
-            None,
-        )
-    yield (
-        torch.randn(2, 3, 8),
-        torch.randn(4, 8),
-        None,
-        0.3,
-        0,
-        0,
-        torch.tensor([2**61 + 5, 2**40 + 3]),
-    )
+        yield *linear_ops.operands(m, k, n), p, 12345678901, 8, None
+    state = torch.tensor([2**61 + 5, 2**40 + 3])
+    yield torch.randn(2, 3, 8), torch.randn(4, 8), None, 0.3, 0, 0, state
 
 
 def _state(
@@ -161,11 +141,8 @@ def _as(op: Op, key: Key, tensors: tuple[TensorSpec | None, ...], flag: tuple[st
 
 
 _SCALARS = {"p": 0.25, "seed": 20260917, "offset": 12}
-DROPOUT_LINEAR = Op(
-    normal=canonical_keys.flat_rows("x"),
-    reference=_dropout_linear,
-    flops=costs.linear_flops,
-    traffic=costs.linear_traffic,
+DROPOUT_LINEAR = linear_ops.op(
+    _dropout_linear,
     sample=_state,
     scalars=lambda key: _SCALARS,
     stress=sample_inputs.cancelling("x", "weight"),
@@ -174,21 +151,18 @@ DROPOUT_LINEAR = Op(
     runtime=("seed", "offset"),
     twins=_captured,
     baseline=_dropout_linear,
-    autocast="lower",
     draws=True,
     outputs=2,
 )
-DROPOUT_LINEAR_BACKWARD = Op(
-    normal=canonical_keys.flat_rows("dy", "x"),
-    reference=dropout_linear_backward,
-    flops=lambda key: 2 * costs.linear_flops(key),
-    traffic=lambda key: 2 * costs.inputs(key),
+DROPOUT_LINEAR_BACKWARD = linear_ops.backward_op(
+    dropout_linear_backward,
+    "dy",
+    "x",
     sample=_state,
     scalars=lambda key: _SCALARS,
     runtime=("seed", "offset"),
     twins=_captured_backward,
     outputs=3,
-    internal=True,
 )
 backward_call = dispatcher.internal(DROPOUT_LINEAR_BACKWARD)
 DROPOUT_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(dropout_linear_backward)
@@ -229,15 +203,8 @@ def _masked(
     offset: int,
     state: Tensor | None,
 ) -> tuple[Any, ...]:
-    _check(x, weight, bias)
+    linear_ops.checked("dropout_linear", x, weight, bias)
     return x, weight, bias, p, seed, offset, state
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    fn = "dropout_linear"
-    tensor_checks.tensors(fn, {"x": x, "weight": weight}, {"bias": bias})
-    tensor_checks.floating(fn, {"x": x, "weight": weight, "bias": bias}, autocast=True)
-    tensor_checks.linear_shapes(fn, x, weight, bias)
 
 
 def dropout_linear(
@@ -284,7 +251,8 @@ def dropout_linear(
         try:
             return linear(x, weight, bias)
         except (TypeError, ValueError):
-            _check(x, weight, bias)  # of the same, by this function's name
+            # of the same, by this function's name
+            linear_ops.checked("dropout_linear", x, weight, bias)
             raise
     if generator is None and capturing(x.device):
         # A captured seed costs a launch of its own, 2.3 us on an H200, which the fused mask won back at no size. Behind
@@ -295,7 +263,7 @@ def dropout_linear(
         return (linear if recorded else F.linear)(F.dropout(x, p), weight, bias)
     # vmap may want a mask for each example, which have no one seed
     if dispatcher.transforming():
-        _check(x, weight, bias)
+        linear_ops.checked("dropout_linear", x, weight, bias)
         kept = torch.rand(x.shape, device=x.device, generator=generator) >= p
         return linear(torch.where(kept, x / (1 - p), 0), weight, bias)
     seed, offset, state = draw(x.device, generator)

@@ -1,96 +1,56 @@
-"""dropout_linear by a pass that draws the mask and a product; backward draws it again, in passes around two products."""
+"""dropout_linear by a pass that draws the mask and a product, cuBLASLt's or Triton's; backward draws it again, in passes around two."""
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
 from ...core.key import Key
-from ...kernels import register
 from ...kernels.elementwise import dropout
-from ...kernels.gemm import backward_steps, bind, padded
-from ...kernels.gemm.bind import Kernel, Plan, Product, Start
-from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.gemm import layer_plans
+from ...kernels.gemm import register as gemm_register
+from ...kernels.gemm.bind import Kernel, Plan, Start
 from ...kernels.reduce import contiguous
-from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD
+from . import DROPOUT_LINEAR, DROPOUT_LINEAR_BACKWARD, triton
+from .triton import returned
 
 
-def _dropped(given: str, name: str, dtype: str, shape: tuple[int, ...], seeded: bool) -> Kernel:
-    """`name` = dropout of contiguous `given`."""
+def _dropped(key: Key, given: str, name: str) -> Kernel:
+    """`name` = dropout of contiguous `given`, which has x's shape."""
+    x, seeded = key.spec("x"), key.spec("state") is None
+    assert x is not None
+    dtype, shape = x.dtype, x.shape
 
     def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
         return dropout.dropout_launcher(dtype, prod(shape), seeded, config, device, align)
 
-    numbers = ("p", "seed", "offset") if seeded else ("p",)
-    state = () if seeded else ("state",)
-    return Kernel(
-        (given, *state, name, *numbers), {name: (name, shape, dtype)}, dropout.CONFIGS, build
-    )
+    drawn = (name, "p", "seed", "offset") if seeded else ("state", name, "p")
+    return Kernel((given, *drawn), {name: (name, shape, dtype)}, dropout.CONFIGS, build)
 
 
-def describe(key: Key, engine: str = "cublaslt") -> Plan | str:
+def after(key: Key, engine: str) -> Plan | str:
     """A dropout pass over contiguous x, then one product."""
-    x, weight, bias, state = key.tensors
-    assert x is not None and weight is not None
-    rows = backward_steps.flat(x, "x")
-    if isinstance(rows, str) or 0 in weight.shape:
-        return rows if isinstance(rows, str) else "weight is empty"
-    m, (n, k), dtype = prod(x.shape[:-1]), weight.shape, x.dtype
-    w = Operand(dtype, weight.stride[1], weight.stride[0])
-    spec = GemmSpec(m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias else None)
-    made = {"y": ("y", (*x.shape[:-1], n), dtype)}
-    product = Product(spec, {"x": "dropped", "w": "weight", "bias": "bias"}, made, engine)
-    first = _dropped("x", "dropped", dtype, x.shape, state is None)
-    return Plan((first, product), ("y", "None") if key.flag("save") else ("y",))
+    found = layer_plans.after(key, engine, lambda: _dropped(key, "x", "dropped"), "dropped")
+    return returned(key, found)
 
 
-def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
+def backward(key: Key, engine: str) -> Plan | str:
     """dx = dropout(dy · weight), dweight = dyᵀ · dropout(x), dbias = column sums of dy."""
-    dy, x, weight, mask, state = key.tensors
-    assert dy is not None and x is not None and weight is not None
-    needs = key.flag("needs")
-    if mask is not None:
+    if key.spec("mask") is not None:
         return "forward kept a mask of PyTorch's"
-    found = backward_steps.matrices(("dy", dy), ("x", x), ("weight", weight))
-    if isinstance(found, str):
-        return found
-    if not (register.is_contiguous(x) and register.is_contiguous(dy)):
-        return "x or dy is not contiguous"
-    (rows, _, _), dtype, (n, k), seeded = found, dy.dtype, weight.shape, state is None
-    m, steps = prod(dy.shape[:-1]), list[Kernel | Product]()
-    if needs[0] == "1":
-        steps.append(
-            backward_steps.input_gradient(engine, "dy", rows, weight, m, x.shape, "dropped_dx")
-        )
-        steps.append(_dropped("dropped_dx", "dx", dtype, x.shape, seeded))
-    if needs[1] == "1":
-        steps.append(_dropped("x", "dropped", dtype, x.shape, seeded))
-        other = Operand(dtype, k, 1)
-        steps.append(backward_steps.weight_gradient(engine, "dy", rows, "dropped", other, m, n, k))
-    if needs[2] == "1":
-        steps.append(backward_steps.column_sums("dy", dtype, m, n))
-    names = ("dx", "dw", "db")
-    returns = tuple(a if need == "1" else "None" for a, need in zip(names, needs, strict=True))
-    return Plan(tuple(steps), returns) if steps else "nothing to compute"
+    named = zip((("dropped_dx", "dx"), ("x", "dropped")), key.flag("needs"), strict=False)
+    wanted = [names for names, need in named if need == "1"]
+    return layer_plans.gradients_around(
+        key, engine, lambda: [_dropped(key, *names) for names in wanted], "dropped_dx", "dropped"
+    )
 
 
-_SOURCES = (dropout, contiguous, backward_steps, sys.modules[__name__])
-for _engine in ("triton", "cublaslt"):
-    bind.candidate(
-        DROPOUT_LINEAR, f"{_engine}.after_dropout", partial(describe, engine=_engine), _SOURCES
-    )
-    bind.candidate(
-        DROPOUT_LINEAR_BACKWARD,
-        f"{_engine}.after_dropout",
-        partial(describe_backward, engine=_engine),
-        _SOURCES,
-    )
-    for _op, _describe in (
-        (DROPOUT_LINEAR, describe),
-        (DROPOUT_LINEAR_BACKWARD, describe_backward),
-    ):
-        padded.candidate(_op, f"{_engine}.padded", partial(_describe, engine=_engine), _SOURCES)
+_IDS = ("triton.after_dropout", "triton.padded", "cublaslt.after_dropout", "cublaslt.padded")
+_SOURCES = (dropout, contiguous, triton)
+gemm_register.add(DROPOUT_LINEAR, after, *_IDS, sources=_SOURCES)
+gemm_register.add(
+    DROPOUT_LINEAR_BACKWARD, triton.tiled_backward, "triton.tiled", sources=(contiguous,)
+)
+gemm_register.add(DROPOUT_LINEAR_BACKWARD, backward, *_IDS, sources=_SOURCES)

@@ -13,11 +13,12 @@ from torch import Tensor
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
-from ...core.op import Gradient, Op, bits
+from ...core.op import Gradient, bits
 from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
-from ..common import canonical_keys, costs, sample_inputs, tensor_checks
+from ..common import linear_ops, sample_inputs
+from ..common.linear_ops import Needs, Values
 
 
 def _gelu_linear(
@@ -44,20 +45,14 @@ def gelu_linear_backward(
     )
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) -> Values:
     x, weight, _ = dynamic
     return (saved_tensors.read(x, needs[0] or needs[1]), saved_tensors.read(weight, needs[0]))
 
 
 def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+    flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
+) -> Values:
     grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.approximate, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
@@ -65,7 +60,7 @@ def _backward(
 def _cases() -> Any:
     for m, k, n in ((2, 3, 5), (33, 17, 65), (64, 128, 96), (0, 4, 3)):
         for approximate in ("tanh", "none"):
-            yield torch.randn(m, k), torch.randn(n, k) * k**-0.5, torch.randn(n), approximate
+            yield *linear_ops.operands(m, k, n), approximate
     yield torch.randn(16, 5).t(), torch.randn(16, 9).t(), None, "tanh"
     yield torch.randn(2, 3, 8), torch.randn(4, 8), torch.randn(4), "none"
 
@@ -75,27 +70,14 @@ def _direct(key: Key) -> Callable[..., Tensor]:
     return lambda x, weight, bias: F.linear(F.gelu(x, approximate=approximate), weight, bias)
 
 
-GELU_LINEAR = Op(
-    normal=canonical_keys.flat_rows("x"),
-    reference=_gelu_linear,
-    flops=costs.linear_flops,
-    traffic=costs.linear_traffic,
-    sample=sample_inputs.scaled({"weight": 1}),
+GELU_LINEAR = linear_ops.op(
+    _gelu_linear,
     stress=sample_inputs.cancelling("x", "weight"),
     direct=_direct,
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
-    autocast="lower",
 )
-GELU_LINEAR_BACKWARD = Op(
-    normal=canonical_keys.flat_rows("dy", "x"),
-    reference=gelu_linear_backward,
-    flops=lambda key: 2 * costs.linear_flops(key),
-    traffic=lambda key: 2 * costs.inputs(key),
-    sample=sample_inputs.scaled({"weight": 1}),
-    outputs=3,
-    internal=True,
-)
+GELU_LINEAR_BACKWARD = linear_ops.backward_op(gelu_linear_backward, "dy", "x", outputs=3)
 backward_call = dispatcher.internal(GELU_LINEAR_BACKWARD)
 GELU_LINEAR.candidate("torch.eager", trusted=True)(_gelu_linear)
 GELU_LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(gelu_linear_backward)
@@ -111,28 +93,8 @@ def onednn_linear(
     return (onednn.onednn(F.gelu(x, approximate=approximate), weight, bias, "none"),)
 
 
-@GELU_LINEAR.candidate("torch.widened", supports=onednn.widened, trusted=True)
-def widened(
-    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, save: bool
-) -> tuple[Tensor, ...]:
-    """All of it in float32, weights widened once and kept; rounded at the end."""
-    wide = F.gelu(x.float(), approximate=approximate)
-    return (
-        F.linear(wide, onednn.wide_weight(weight), None if bias is None else bias.float()).to(
-            x.dtype
-        ),
-    )
-
-
-@GELU_LINEAR_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
-)
-def widened_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, approximate: str, needs: str
-) -> tuple[Tensor | None, ...]:
-    """The same in float32, rounded at the end."""
-    grads = gelu_linear_backward(dy.float(), x.float(), weight.float(), approximate, needs)
-    return tuple(g if g is None else g.to(dy.dtype) for g in grads)
+linear_ops.add_widened(GELU_LINEAR)
+linear_ops.add_widened(GELU_LINEAR_BACKWARD)
 
 
 @dispatcher.public(GELU_LINEAR)
@@ -157,8 +119,6 @@ def gelu_linear(
         >>> tensorlogic.gelu_linear(torch.zeros(2, 3), torch.ones(4, 3), torch.ones(4)).sum()
         tensor(8.)
     """
-    tensor_checks.tensors("gelu_linear", {"x": x, "weight": weight}, {"bias": bias})
+    linear_ops.checked("gelu_linear", x, weight, bias)
     argument_checks.one_of("gelu_linear", "approximate", approximate, ("tanh", "none"))
-    tensor_checks.floating("gelu_linear", {"x": x, "weight": weight, "bias": bias}, autocast=True)
-    tensor_checks.linear_shapes("gelu_linear", x, weight, bias)
     return x, weight, bias, approximate

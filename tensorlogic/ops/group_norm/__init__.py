@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.dtypes import NAMES
-from ...core.rewrite_rule import Composite, Emit, Way, looking
+from ...core.rewrite_rule import Composite, Way, looking
 
 MOST_ROWS = 65535  # of a grid's second dimension
 
@@ -67,8 +67,5 @@ def _fits(args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _split(emit: Emit, args: tuple[Any, ...]) -> Any:
-    return emit(split, *args)
-
-
-GROUP_NORM = Composite("group_norm", group_norm, (Way("triton.split", _fits, _split, layout=True),))
+WAY = Way("triton.split", _fits, lambda emit, args: emit(split, *args), layout=True)
+GROUP_NORM = Composite("group_norm", group_norm, (WAY,))

@@ -10,14 +10,12 @@ def _fits(m: Match) -> bool:
     return m.tensor("x") is not None and floating(*(m.tensor(n) for n in ("x", "gamma", "beta")))
 
 
+NAMES = ("x", "groups", "gamma", "beta", "eps")
 RULES = (
     Rule(
         "group_norm",
-        Call(
-            (aten.group_norm.default,),
-            (Var("x"), Var("groups"), Var("gamma"), Var("beta"), Var("eps"), Var("_")),
-        ),
-        lambda m, emit: emit(GROUP_NORM, m["x"], m["groups"], m["gamma"], m["beta"], m["eps"]),
+        Call((aten.group_norm.default,), (*map(Var, NAMES), Var("_"))),
+        lambda m, emit: emit(GROUP_NORM, *(m[n] for n in NAMES)),
         _fits,
         exact=True,
     ),

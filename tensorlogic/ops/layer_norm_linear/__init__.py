@@ -13,11 +13,12 @@ from torch import Tensor
 from ...core import saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
-from ...core.op import Gradient, Op, bits
+from ...core.op import Gradient, bits
 from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
 from ...kernels.register import rows
-from ..common import canonical_keys, costs, sample_inputs, tensor_checks
+from ..common import linear_ops, tensor_checks
+from ..common.linear_ops import Needs, Values
 
 
 def _layer_norm_linear(
@@ -84,9 +85,7 @@ def again(normal: Any, mean: Any, needs: str) -> bool:
     return (needs[3] == "1" and normal is None) or ("1" in needs[:3] and mean is None)
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) -> Values:
     x, gamma, beta, weight, _ = dynamic
     inner, weighted = any(needs[:3]), needs[3]
     normal, mean, rstd = _made(x, outs)
@@ -111,35 +110,19 @@ def _made(x: Tensor, outs: Outputs) -> Sequence[Tensor | None]:
 
 
 def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+    flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
+) -> Values:
     grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.eps, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 
 def _cases() -> Any:
     for m, k, n in ((2, 3, 5), (33, 17, 65), (64, 128, 96), (0, 4, 3)):
-        yield (
-            torch.randn(m, k),
-            1 + 0.1 * torch.randn(k),
-            0.1 * torch.randn(k),
-            torch.randn(n, k) * k**-0.5,
-            torch.randn(n),
-            1e-5,
-        )
+        x, weight, bias = linear_ops.operands(m, k, n)
+        yield x, 1 + 0.1 * torch.randn(k), 0.1 * torch.randn(k), weight, bias, 1e-5
     yield torch.randn(2, 3, 8), None, None, torch.randn(4, 8), None, 1e-6
-    yield (
-        torch.randn(16, 5).t() + 3,
-        torch.ones(16),
-        None,
-        torch.randn(16, 9).t(),
-        torch.randn(9),
-        1e-5,
-    )
+    x, weight = torch.randn(16, 5).t() + 3, torch.randn(16, 9).t()
+    yield x, torch.ones(16), None, weight, torch.randn(9), 1e-5
 
 
 def _agreeing(key: Key, values: dict[str, Any]) -> None:
@@ -162,30 +145,17 @@ def _offset_rows(key: Key, values: dict[str, Any]) -> None:
         x.add_(64.0 if x.dtype == torch.float32 else 16.0)
 
 
-LAYER_NORM_LINEAR = Op(
-    normal=canonical_keys.flat_rows("x"),
-    reference=_layer_norm_linear,
-    flops=costs.linear_flops,
-    traffic=costs.linear_traffic,
-    sample=sample_inputs.scaled({"weight": 1}),
+LAYER_NORM_LINEAR = linear_ops.op(
+    _layer_norm_linear,
     stress=_offset_rows,
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
     keyed=("eps",),
-    autocast="lower",
     uncast=("x",),
     outputs=4,
 )
-LAYER_NORM_LINEAR_BACKWARD = Op(
-    normal=canonical_keys.flat_rows("dy", "x", "normal"),
-    reference=layer_norm_linear_backward,
-    flops=lambda key: 2 * costs.linear_flops(key),
-    traffic=lambda key: 2 * costs.inputs(key),
-    sample=sample_inputs.scaled({"weight": 1}),
-    prepare=_agreeing,
-    keyed=("eps",),
-    outputs=5,
-    internal=True,
+LAYER_NORM_LINEAR_BACKWARD = linear_ops.backward_op(
+    layer_norm_linear_backward, "dy", "x", "normal", prepare=_agreeing, keyed=("eps",), outputs=5
 )
 backward_call = dispatcher.internal(LAYER_NORM_LINEAR_BACKWARD)
 LAYER_NORM_LINEAR.candidate("torch.eager", trusted=True)(_layer_norm_linear)
@@ -208,43 +178,8 @@ def onednn_linear(
     return (onednn.onednn(F.layer_norm(x, x.shape[-1:], gamma, beta, eps), weight, bias, "none"),)
 
 
-@LAYER_NORM_LINEAR.candidate("torch.widened", supports=onednn.widened, trusted=True)
-def widened(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    """All of it in float32, weights widened once and kept; rounded at the end."""
-    wide = [None if t is None else t.float() for t in (gamma, beta, bias)]
-    normal = F.layer_norm(x.float(), x.shape[-1:], wide[0], wide[1], eps)
-    return (F.linear(normal, onednn.wide_weight(weight), wide[2]).to(x.dtype),)
-
-
-@LAYER_NORM_LINEAR_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
-)
-def widened_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    weight: Tensor,
-    normal: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-    needs: str,
-) -> tuple[Tensor | None, ...]:
-    """The same in float32, rounded at the end."""
-    wide = [None if t is None else t.float() for t in (gamma, beta, normal)]
-    grads = layer_norm_linear_backward(
-        dy.float(), x.float(), wide[0], wide[1], weight.float(), wide[2], mean, rstd, eps, needs
-    )
-    return tuple(g if g is None else g.to(dy.dtype) for g in grads)
+linear_ops.add_widened(LAYER_NORM_LINEAR)
+linear_ops.add_widened(LAYER_NORM_LINEAR_BACKWARD)
 
 
 @dispatcher.public(LAYER_NORM_LINEAR)
@@ -287,11 +222,5 @@ def layer_norm_linear(
         tensor_checks.shape(
             fn, name, t, (x.shape[-1],), f"one value for each of x's {x.shape[-1]} features"
         )
-    return (
-        x,
-        gamma,
-        beta,
-        weight,
-        bias,
-        tensor_checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0"),
-    )
+    eps = tensor_checks.number(fn, "eps", eps, 0.0, float("inf"), "of at least 0")
+    return x, gamma, beta, weight, bias, eps

@@ -15,19 +15,15 @@ from ...core.activations import ACTIVATIONS, Activation, remembered
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...core.numeric_mode import Mode
-from ...core.op import Gradient, Op, bits
+from ...core.op import Gradient, bits
 from ...core.precision_policy import precision as Precision
 from ...dispatch import dispatcher
-from ..common import canonical_keys, costs, sample_inputs, tensor_checks
+from ..common import canonical_keys, linear_ops, sample_inputs, tensor_checks
+from ..common.linear_ops import Needs, Values
 from . import reference
 
-# files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "cublaslt", "cublaslt_columns")}
 
-
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) -> Values:
     x, weight, _, _ = dynamic
     return (
         saved_tensors.read(x, needs[1]),
@@ -37,12 +33,8 @@ def _kept(
 
 
 def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+    flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
+) -> Values:
     handed_on = needs[3] and flags.activation == "none"  # the residual's gradient is dy itself
     asked = (*needs[:3], needs[3] and not handed_on)
     grads = (
@@ -57,13 +49,7 @@ def _backward(
 def _cases() -> Any:
     for m, k, n in ((2, 3, 5), (33, 17, 65), (64, 128, 96)):
         for activation in ACTIVATIONS:
-            yield (
-                torch.randn(m, k),
-                torch.randn(n, k) * k**-0.5,
-                torch.randn(n),
-                torch.randn(m, n),
-                activation,
-            )
+            yield *linear_ops.operands(m, k, n), torch.randn(m, n), activation
     yield torch.randn(2, 7, 16), torch.randn(9, 16), None, None, "none"
     yield torch.randn(16, 5).t(), torch.randn(16, 9).t(), torch.randn(9), None, "gelu_tanh"
     yield torch.randn(0, 8), torch.randn(4, 8), torch.randn(4), torch.randn(0, 4), "relu"
@@ -79,29 +65,19 @@ def _direct(key: Key) -> Callable[..., Tensor] | None:
     return None
 
 
-LINEAR = Op(
+LINEAR = linear_ops.op(
+    reference.linear,
     normal=canonical_keys.flat_rows("x", "residual"),
-    reference=reference.linear,
-    flops=costs.linear_flops,
-    traffic=costs.linear_traffic,
-    sample=sample_inputs.scaled({"weight": 1}),
     stress=sample_inputs.cancelling("x", "weight"),
     direct=_direct,
     landmarks=sample_inputs.picked("x", "weight"),
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
-    autocast="lower",
     uncast=("residual",),
     outputs=2,
 )
-LINEAR_BACKWARD = Op(
-    normal=canonical_keys.flat_rows("dy", "x", "kept", "residual"),
-    reference=reference.linear_backward,
-    flops=lambda key: 2 * costs.linear_flops(key),
-    traffic=lambda key: 2 * costs.inputs(key),
-    sample=sample_inputs.scaled({"weight": 1}),
-    outputs=4,
-    internal=True,
+LINEAR_BACKWARD = linear_ops.backward_op(
+    reference.linear_backward, "dy", "x", "kept", "residual", outputs=4
 )
 backward_call = dispatcher.internal(LINEAR_BACKWARD)
 

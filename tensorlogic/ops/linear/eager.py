@@ -8,27 +8,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.activations import SMOOTH, activate, activate_
+from ...core.activations import SMOOTH, activate_
 from ...core.key import Key
 from ...kernels.cpu import onednn
+from ..common import linear_ops
 from . import LINEAR, LINEAR_BACKWARD, reference
 
-
-@LINEAR.candidate("torch.eager", trusted=True)
-def eager(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    """What a user would write."""
-    z = F.linear(x, weight, bias)
-    if residual is not None:
-        z = z + residual
-    y = activate(z, activation)
-    return (y, z) if save and activation in SMOOTH else (y,)
+LINEAR.candidate("torch.eager", trusted=True)(reference.linear)
 
 
 def _in_place(key: Key) -> str | None:
@@ -97,22 +83,5 @@ def widened(
     return (y,) if kept is None else (y, kept)
 
 
-@LINEAR_BACKWARD.candidate("torch.eager", trusted=True)
-def eager_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
-) -> tuple[Tensor | None, ...]:
-    """The formulas, as PyTorch's autograd would run them."""
-    return reference.linear_backward(dy, x, weight, kept, activation, needs)
-
-
-@LINEAR_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
-)
-def widened_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
-) -> tuple[Tensor | None, ...]:
-    """The same in float32, rounded at the end."""
-    wide = [t if t is None else t.float() for t in (dy, x, weight, kept)]
-    assert wide[0] is not None and wide[1] is not None and wide[2] is not None
-    grads = reference.linear_backward(wide[0], wide[1], wide[2], wide[3], activation, needs)
-    return tuple(g if g is None else g.to(dy.dtype) for g in grads)
+LINEAR_BACKWARD.candidate("torch.eager", trusted=True)(reference.linear_backward)
+linear_ops.add_widened(LINEAR_BACKWARD)

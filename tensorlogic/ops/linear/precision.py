@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from torch import Tensor
 
 from ...core.activations import SMOOTH, activate, gradient
@@ -12,6 +10,7 @@ from ...core.key import Key
 from ...kernels.register import rows
 from ...mixed_precision import error_statistics, number_formats, precise_op
 from ...mixed_precision.number_formats import Product
+from ..common import costs
 from . import LINEAR, LINEAR_BACKWARD
 
 
@@ -47,34 +46,28 @@ def composed_backward(
     needs: str,
 ) -> Outputs:
     """dx = dz · weight, dweight = dzᵀ · x, dbias and dresidual from dz; conjugates where complex."""
-    dtype = precise_op.widest(dy.dtype)
-    dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
+    dz = wide_gradient(dy, kept, activation)
     flat = rows(dz)
-    dx = dw = None
+    dx = dw = db = None
     if needs[0] == "1":
         dx = precise_op.as_operand(product(flat, weight.conj().resolve_conj()), x)
     if needs[1] == "1":
         dw = precise_op.as_operand(product(flat.t(), rows(x).conj().resolve_conj()), weight)
-    db = flat.to(dtype).sum(0).to(dy.dtype) if needs[2] == "1" else None
-    dr = None
-    if needs[3] == "1":
-        dr = dz.to(dy.dtype, copy=True)
-    return (dx, dw, db, dr)
+    if needs[2] == "1":
+        db = flat.to(precise_op.widest(dy.dtype)).sum(0).to(dy.dtype)
+    return (dx, dw, db, dz.to(dy.dtype, copy=True) if needs[3] == "1" else None)
 
 
-def _to(t: Tensor | None, dtype: object) -> Tensor | None:
-    return None if t is None else t.to(dtype)  # type: ignore[call-overload]
-
-
-def _sizes(key: Key) -> list[tuple[int, int, int]]:
-    x, weight = key.spec("x"), key.spec("weight")
-    assert x is not None and weight is not None
-    return [(prod(x.shape[:-1]), weight.shape[0], weight.shape[1])]
+def wide_gradient(dy: Tensor, kept: Tensor | None, activation: str) -> Tensor:
+    """dz, at least in float32 where there is an activation."""
+    if activation == "none" or kept is None:
+        return dy
+    dtype = precise_op.widest(dy.dtype)
+    return gradient(dy.to(dtype), kept.to(dtype), activation)
 
 
 def _sizes_backward(key: Key) -> list[tuple[int, int, int]]:
-    ((m, n, k),) = _sizes(key)
-    needs = key.flag("needs")
+    (m, n, k), needs = costs.linear_mnk(key), key.flag("needs")
     return [(m, k, n)] * (needs[0] == "1") + [(n, k, m)] * (needs[1] == "1")
 
 
@@ -95,9 +88,7 @@ def parts_backward(
     dy: Tensor, x: Tensor, weight: Tensor, kept: Tensor | None, activation: str, needs: str
 ) -> list[error_statistics.Part | None]:
     """The products behind a backward call."""
-    dtype = precise_op.widest(dy.dtype)
-    dz = dy if activation == "none" else gradient(dy.to(dtype), _to(kept, dtype), activation)
-    flat = rows(dz)
+    flat = rows(wide_gradient(dy, kept, activation))
     found: list[error_statistics.Part | None] = [None] * 4
     if needs[0] == "1":
         found[0] = error_statistics.Part(flat, weight.conj())
@@ -106,7 +97,7 @@ def parts_backward(
     return found
 
 
-PRECISE = precise_op.precise(LINEAR, composed, _sizes, parts, __name__)
+PRECISE = precise_op.precise(LINEAR, composed, lambda key: [costs.linear_mnk(key)], parts, __name__)
 PRECISE_BACKWARD = precise_op.precise(
     LINEAR_BACKWARD, composed_backward, _sizes_backward, parts_backward, __name__
 )

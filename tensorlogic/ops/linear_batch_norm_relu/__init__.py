@@ -12,14 +12,11 @@ from torch import Tensor
 from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
-from ...core.op import Gradient, Op, bits
+from ...core.op import Gradient, bits
 from ...dispatch import dispatcher
-from ...kernels.cpu import onednn
 from ...kernels.register import rows
-from ..common import canonical_keys, costs, sample_inputs, tensor_checks
-
-# files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "cublaslt", "triton_training")}
+from ..common import linear_ops, sample_inputs, tensor_checks
+from ..common.linear_ops import Needs, Values
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -97,9 +94,7 @@ def linear_batch_norm_relu_backward(
     )
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) -> Values:
     x, weight, _, running_mean, running_var, gamma, _ = dynamic
     statistics = (outs[2], outs[3]) if flags.training else (running_mean, running_var)
     read = (saved_tensors.read(x, needs[1]), saved_tensors.read(weight, needs[0]))
@@ -107,12 +102,8 @@ def _kept(
 
 
 def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+    flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
+) -> Values:
     wanted = (*needs[:3], *needs[5:7])
     read = saved_tensors.stood_in(saved, dy)
     grads = backward_call(dy, *read, flags.training, flags.eps, bits(wanted))
@@ -121,52 +112,14 @@ def _backward(
 
 
 def _cases() -> Any:
-    for m, k, n, training in (
-        (2, 3, 5, False),
-        (33, 17, 65, False),
-        (33, 17, 65, True),
-        (64, 128, 96, True),
-        (64, 128, 96, False),
-    ):
-        stats = (
-            0.1 * torch.randn(n),
-            1 + 0.1 * torch.randn(n).abs(),
-            1 + 0.1 * torch.randn(n),
-            0.1 * torch.randn(n),
-        )
-        yield (
-            torch.randn(m, k),
-            torch.randn(n, k) * k**-0.5,
-            torch.randn(n),
-            *stats,
-            1e-5,
-            training,
-            0.1,
-        )
-    yield (
-        torch.randn(2, 3, 8),
-        torch.randn(4, 8),
-        None,
-        torch.zeros(4),
-        torch.ones(4),
-        None,
-        None,
-        1e-5,
-        False,
-        0.1,
-    )
-    yield (
-        torch.randn(2, 3, 8),
-        torch.randn(4, 8),
-        None,
-        None,
-        None,
-        torch.ones(4),
-        torch.zeros(4),
-        1e-3,
-        True,
-        0.1,
-    )
+    sizes = ((2, 3, 5, False), (33, 17, 65, False), (33, 17, 65, True), (64, 128, 96, True), (64, 128, 96, False))  # fmt: skip
+    for m, k, n, training in sizes:
+        mean, beta, var, gamma = 0.1 * torch.randn(4, n)
+        vectors = (mean, 1 + var.abs(), 1 + gamma, beta)
+        yield *linear_ops.operands(m, k, n), *vectors, 1e-5, training, 0.1
+    x, weight, zeros, ones = torch.randn(2, 3, 8), torch.randn(4, 8), torch.zeros(4), torch.ones(4)
+    yield x, weight, None, zeros, ones, None, None, 1e-5, False, 0.1
+    yield x, weight, None, None, None, ones, zeros, 1e-3, True, 0.1
 
 
 _weights = sample_inputs.scaled({"weight": 1})
@@ -210,11 +163,8 @@ def _update(args: tuple[Any, ...], outs: Outputs) -> None:
         running_var.lerp_(variance.to(running_var.dtype), momentum)
 
 
-LINEAR_BATCH_NORM_RELU = Op(
-    normal=canonical_keys.flat_rows("x"),
-    reference=_linear_batch_norm_relu,
-    flops=costs.linear_flops,
-    traffic=costs.linear_traffic,
+LINEAR_BATCH_NORM_RELU = linear_ops.op(
+    _linear_batch_norm_relu,
     sample=_sample,
     cases=_cases,
     gradient=Gradient(_kept, _backward, again=True),
@@ -225,15 +175,8 @@ LINEAR_BATCH_NORM_RELU = Op(
     update=_update,
     outputs=4,
 )
-LINEAR_BATCH_NORM_RELU_BACKWARD = Op(
-    normal=canonical_keys.flat_rows("dy", "x", "y", "z"),
-    reference=linear_batch_norm_relu_backward,
-    flops=lambda key: 2 * costs.linear_flops(key),
-    traffic=lambda key: 2 * costs.inputs(key),
-    sample=_sample,
-    keyed=("eps",),
-    outputs=5,
-    internal=True,
+LINEAR_BATCH_NORM_RELU_BACKWARD = linear_ops.backward_op(
+    linear_batch_norm_relu_backward, "dy", "x", "y", "z", sample=_sample, keyed=("eps",), outputs=5
 )
 backward_call = dispatcher.internal(LINEAR_BATCH_NORM_RELU_BACKWARD)
 LINEAR_BATCH_NORM_RELU.candidate("torch.eager", trusted=True)(_linear_batch_norm_relu)
@@ -267,34 +210,12 @@ def in_place(
     return (y.view(z.shape), z) if save else (y.view(z.shape),)
 
 
-@LINEAR_BATCH_NORM_RELU.candidate(
-    "torch.widened",
-    supports=lambda key: (
-        onednn.widened(key)
-        or ("batch statistics must be kept" if key.flag("save") or key.flag("training") else None)
+linear_ops.add_widened(
+    LINEAR_BATCH_NORM_RELU,
+    lambda key: (
+        "batch statistics must be kept" if key.flag("save") or key.flag("training") else None
     ),
-    trusted=True,
 )
-def widened(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    training: bool,
-    momentum: float,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    """All of it in float32, weights widened once and kept; rounded at the end."""
-    wide = [
-        None if t is None else t.float() for t in (bias, running_mean, running_var, gamma, beta)
-    ]
-    z = F.linear(x.float(), onednn.wide_weight(weight), wide[0])
-    bn = F.batch_norm(z.view(-1, z.shape[-1]), wide[1], wide[2], wide[3], wide[4], False, 0.0, eps)
-    return (bn.relu_().to(x.dtype).view(z.shape),)
 
 
 @dispatcher.public(LINEAR_BATCH_NORM_RELU)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
-
-import torch
 
 from ...core.key import Key, TensorSpec
 from ...kernels import register
 from ...kernels.elementwise import column_passes
-from ...kernels.gemm import backward_steps, bind, padded
-from ...kernels.gemm.bind import Kernel, Plan, Product, Start
-from ...kernels.gemm.spec import GemmSpec, Operand
+from ...kernels.gemm import layer_plans
+from ...kernels.gemm import register as gemm_register
+from ...kernels.gemm.bind import Kernel, Plan, Product
+from ...kernels.gemm.layer_plans import dtype_of
+from ...kernels.gemm.spec import Operand
 from ...kernels.triton_runtime import device_math
-from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD
+from . import LINEAR_BATCH_NORM_RELU, LINEAR_BATCH_NORM_RELU_BACKWARD, triton
+from .triton import STATISTICS
 
 
-def vectors_refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
+def _vectors(vectors: Sequence[TensorSpec | None]) -> str | None:
     """Why some of these vectors cannot be read as ones that lie together, or None."""
     for t in vectors:
         if t is not None and (
@@ -29,135 +30,93 @@ def vectors_refusal(vectors: tuple[TensorSpec | None, ...]) -> str | None:
     return None
 
 
-def dtypes_of(**given: TensorSpec | str | None) -> dict[str, str | None]:
-    """dtype by name; None: absent."""
-    return {name: t.dtype if isinstance(t, TensorSpec) else t for name, t in given.items()}
+def product(key: Key, engine: str, name: str) -> Product | str:
+    """x · weightᵀ + bias under this name, for passes over its columns; or why it is none."""
+    found = layer_plans.layer(key, engine)
+    reason = register.one_dtype(key, "x", "weight", "bias") or _vectors(key.tensors[3:])
+    if reason is not None or isinstance(found, str):
+        return reason or str(found)
+    made = found.products[0]
+    assert isinstance(made, Product)
+    return replace(made, made={"y": (name, *made.made["y"][1:])})
 
 
-def describe(key: Key) -> Plan | str:
+def columns(key: Key, engine: str) -> Plan | str:
     """z = x · weightᵀ + bias, in float32 the bare product, then y = relu(batch_norm(z)) in one pass, which keeps z, too."""
-    x, weight, bias, mean, var, gamma, beta = key.tensors
-    assert x is not None and weight is not None
+    _, _, bias, mean, var, gamma, beta = key.tensors
     if key.flag("training") or mean is None or var is None:
         return "the batch's statistics are needed before the pass"
-    found = bind.product_of(x, weight)
-    reason = register.one_dtype(key, "x", "weight", "bias") or vectors_refusal(
-        (bias, mean, var, gamma, beta)
-    )
+    found = product(key, engine, "product")
+    reason = _vectors((bias,))
+    if reason is not None or isinstance(found, str):
+        return found if isinstance(found, str) else str(reason)
+    (_, shape, dtype), m, n, kept = found.made["y"], found.spec.m, found.spec.n, key.flag("save")
+    later = bias if dtype == "f32" else None
+    if later is not None:
+        found = replace(found, spec=replace(found.spec, bias=None))
+    given = layer_plans.roles(
+        {"z": "product", "kept": "product", **STATISTICS}, z=dtype, bias=later, mean=mean, var=var, gamma=gamma, beta=beta, y=dtype,
+        kept=dtype if kept and later is not None else None,
+    )  # fmt: skip
+    launch, eps = partial(column_passes.apply_launcher, m, n), (repr(key.flag("eps")),)
+    choices = column_passes.apply_configs(m, n)
+    kernel = layer_plans.pass_over(launch, given, {"y": shape}, choices, eps)
+    return Plan((found, kernel), ("y", "product") if kept else ("y",))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What backward reads: x as a matrix, dy's shape, rows and columns."""
+
+    x: Operand
+    shape: tuple[int, ...]
+    sides: tuple[int, int]
+
+
+def backward_operands(key: Key) -> Operands | str:
+    """The operands of a key, or why passes and products do not serve it."""
+    dy, x, weight, y, z, *vectors = key.tensors
+    assert dy is not None and x is not None and weight is not None
+    found = layer_plans.matrices(("x", x), ("weight", weight), ("dy", dy))
+    reason = register.one_dtype(key, "dy", "x", "weight", "y", "z") or _vectors(vectors)
     if reason is not None or isinstance(found, str):
         return reason or str(found)
-    m, n, k, rows, w = found
-    shape, dtype, kept = (*x.shape[:-1], n), x.dtype, bool(key.flag("save"))
-    after = dtype == "f32"  # bias
-    spec = GemmSpec(
-        m, n, k, rows, w, Operand(dtype, n, 1), bias=bias.dtype if bias and not after else None
-    )
-    given = {"x": "x", "w": "weight", "bias": "bias"}
-    product = Product(spec, given, {"y": ("product", shape, dtype)}, "cublaslt")
-    named = {
-        "z": "product", "bias": "bias" if bias and after else None, "mean": "running_mean", "var": "running_var",
-        "gamma": gamma and "gamma", "beta": beta and "beta", "y": "y", "kept": "product" if kept and bias and after else None,
-    }  # fmt: skip
-    specs = {"bias": bias, "mean": mean, "var": var, "gamma": gamma, "beta": beta}
-    kinds = dtypes_of(**{role: specs.get(role, dtype) for role in named})
-    dtypes = {role: kinds[role] if name else None for role, name in named.items()}
-
-    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return column_passes.apply_launcher(m, n, dtypes, config, device, align)
-
-    arguments = tuple(name for name in named.values() if name)
-    kernel = Kernel(
-        (*arguments, repr(key.flag("eps"))),
-        {"y": ("y", shape, dtype)},
-        column_passes.apply_configs(m, n),
-        build,
-    )
-    return Plan((product, kernel), ("y", "product") if kept else ("y",))
+    if not all(t is not None and register.is_contiguous(t) for t in (dy, y, z)):
+        return "dy, y or z is not contiguous"
+    return Operands(found[0], dy.shape, (prod(dy.shape[:-1]), weight.shape[0]))
 
 
-def describe_backward(key: Key, engine: str = "cublaslt") -> Plan | str:
+def columns_backward(key: Key, engine: str) -> Plan | str:
     """One pass over dy, y and z for dz and all column sums, then dx = dz · weight and dweight = dzᵀ · x."""
-    dy, x, weight, y, z, mean, var, gamma = key.tensors
-    assert (
-        dy is not None and x is not None and weight is not None and y is not None and z is not None
-    )
     if key.flag("training"):
         return "dz needs the column sums first"
-    found = backward_steps.matrices(("x", x), ("weight", weight), ("dy", dy))
-    reason = register.one_dtype(key, "dy", "x", "weight", "y", "z") or vectors_refusal(
-        (mean, var, gamma)
-    )
-    if reason is not None or isinstance(found, str):
-        return reason or str(found)
-    if not all(register.is_contiguous(t) for t in (dy, y, z)):
-        return "dy, y or z is not contiguous"
-    m, n, dtype = prod(dy.shape[:-1]), weight.shape[0], dy.dtype
-    outer = gamma.dtype if gamma else dtype
-    dtypes = dtypes_of(
-        dy=dtype, y=dtype, z=dtype, mean=mean, var=var, gamma=gamma, dz=dtype, db=dtype, dgamma=outer, dbeta=outer
+    found = backward_operands(key)
+    if isinstance(found, str):
+        return found
+    (m, n), dtype, gamma = found.sides, found.x.dtype, key.spec("gamma")
+    outer = dtype_of(gamma) or dtype
+    given = layer_plans.roles(
+        {"var": "spread"}, dy=dtype, y=dtype, z=dtype, mean=key.spec("mean"), var=key.spec("spread"), gamma=gamma, dz=dtype,
+        db=dtype, dgamma=outer, dbeta=outer,
     )  # fmt: skip
-
-    def build(config: dict[str, Any], device: torch.device, align: int) -> Start:
-        return column_passes.backward_launcher(m, n, dtypes, config, device, align)
-
-    named = (
-        "dy",
-        "y",
-        "z",
-        "mean",
-        "spread",
-        *("gamma",) * bool(gamma),
-        "dz",
-        "db",
-        "dgamma",
-        "dbeta",
-        "space",
-        "counter",
-    )
-    made = {"dz": ("dz", dy.shape, dtype)} | {
-        name: (name, (n,), kind)
-        for name, kind in (("db", dtype), ("dgamma", outer), ("dbeta", outer))
-    }
+    made = {"dz": found.shape, "db": (n,), "dgamma": (n,), "dbeta": (n,)}
+    launch, eps = partial(column_passes.backward_launcher, m, n), (repr(key.flag("eps")),)
     choices = column_passes.backward_configs(m, n, register.cores())
-    first = Kernel(
-        (*named, repr(key.flag("eps"))),
-        made,
-        choices,
-        build,
-        partial(column_passes.backward_space, n, 2),
-    )
-    return with_products([first], engine, key.flag("needs"), m, x, weight, found[0])
+    space = partial(column_passes.backward_space, n, 2)
+    first = layer_plans.pass_over(launch, given, made, choices, eps, space)
+    return with_products(key, engine, [first], found)
 
 
-def with_products(
-    passes: list[Kernel],
-    engine: str,
-    needs: str,
-    m: int,
-    x: TensorSpec,
-    weight: TensorSpec,
-    other: Operand,
-) -> Plan:
-    """The passes that make contiguous dz [m, N], db, dgamma and dbeta, then dx = dz · weight and dweight = dzᵀ · x as far as needed; `other`:
-    x as a matrix."""
-    n, k = weight.shape
-    steps, rows = list[Kernel | Product](passes), Operand(weight.dtype, n, 1)
-    if needs[0] == "1":
-        steps.append(backward_steps.input_gradient(engine, "dz", rows, weight, m, x.shape))
-    if needs[1] == "1":
-        steps.append(backward_steps.weight_gradient(engine, "dz", rows, "x", other, m, n, k))
-    names = zip(("dx", "dw", "db", "dgamma", "dbeta"), needs, strict=True)
-    return Plan(tuple(steps), tuple(name if need == "1" else "None" for name, need in names))
+def with_products(key: Key, engine: str, passes: Sequence[Kernel], found: Operands) -> Plan | str:
+    """The passes that make contiguous dz [m, N], db, dgamma and dbeta, then dx = dz · weight and dweight = dzᵀ · x as far as needed."""
+    dz, names = Operand(found.x.dtype, found.sides[1], 1), ("dx", "dw", "db", "dgamma", "dbeta")
+    return layer_plans.gradients_after(key, engine, passes, "dz", dz, found.x, names)
 
 
-_SOURCES = (column_passes, device_math, backward_steps, sys.modules[__name__])
-bind.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.columns", describe, _SOURCES)
-bind.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.columns", describe_backward, _SOURCES)
-bind.candidate(
-    LINEAR_BATCH_NORM_RELU_BACKWARD,
-    "triton.columns",
-    partial(describe_backward, engine="triton"),
-    _SOURCES,
+_SOURCES = (column_passes, device_math, triton)
+gemm_register.add(
+    LINEAR_BATCH_NORM_RELU, columns, "cublaslt.columns", "cublaslt.padded", sources=_SOURCES
 )
-padded.candidate(LINEAR_BATCH_NORM_RELU, "cublaslt.padded", describe, _SOURCES)
-padded.candidate(LINEAR_BATCH_NORM_RELU_BACKWARD, "cublaslt.padded", describe_backward, _SOURCES)
+gemm_register.add(
+    LINEAR_BATCH_NORM_RELU_BACKWARD, columns_backward, "cublaslt.columns", "triton.columns", "cublaslt.padded", sources=_SOURCES
+)  # fmt: skip

@@ -20,10 +20,8 @@ from ...core.op import Gradient, Op, bits
 from ...core.precision_policy import precision as Precision
 from ...dispatch import dispatcher
 from ...kernels.cpu import onednn
-from ..common import canonical_keys, costs, sample_inputs, tensor_checks
-
-# files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "cublaslt", "cublaslt_backward")}
+from ..common import canonical_keys, costs, linear_ops, sample_inputs, tensor_checks
+from ..common.linear_ops import Needs, Values
 
 
 def matmul_reference(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
@@ -64,7 +62,8 @@ def _summed(gradient: Tensor, shape: torch.Size) -> Tensor:
 matmul_reference.__name__, matmul_backward_reference.__name__ = "matmul", "matmul_backward"
 
 
-def _mnk(key: Key) -> tuple[int, int, int]:
+def mnk(key: Key) -> tuple[int, int, int]:
+    """M, N and K of the product, its batch among M."""
     a, b = key.spec("a"), key.spec("b")
     assert a is not None and b is not None
     n = b.shape[-1] if len(b.shape) > 1 else 1
@@ -75,13 +74,11 @@ def _mnk(key: Key) -> tuple[int, int, int]:
 def _traffic(key: Key) -> float:
     a = key.spec("a")
     assert a is not None
-    m, n, _ = _mnk(key)
+    m, n, _ = mnk(key)
     return costs.inputs(key) + m * n * DTYPES[a.dtype].itemsize
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) -> Values:
     a, b = dynamic
     return (
         saved_tensors.read(a, needs[1]),
@@ -91,12 +88,8 @@ def _kept(
 
 
 def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+    flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
+) -> Values:
     grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.activation, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
@@ -121,7 +114,7 @@ def _cases() -> Any:
 MATMUL = Op(
     normal=canonical_keys.flat_left("a"),
     reference=matmul_reference,
-    flops=lambda key: 2.0 * prod(_mnk(key)),
+    flops=lambda key: 2.0 * prod(mnk(key)),
     traffic=_traffic,
     sample=sample_inputs.scaled({"b": -2}),
     stress=sample_inputs.cancelling("a", "b", -1, -2),
@@ -132,14 +125,12 @@ MATMUL = Op(
     autocast="lower",
     outputs=2,
 )
-MATMUL_BACKWARD = Op(
+MATMUL_BACKWARD = linear_ops.backward_op(
+    matmul_backward_reference,
     normal=canonical_keys.flat_left("dy", "a", "kept"),
-    reference=matmul_backward_reference,
-    flops=lambda key: 4.0 * prod(_mnk(key)),
-    traffic=lambda key: 2 * costs.inputs(key),
+    flops=lambda key: 4.0 * prod(mnk(key)),
     sample=sample_inputs.scaled({"b": -2}),
     outputs=2,
-    internal=True,
 )
 backward_call = dispatcher.internal(MATMUL_BACKWARD)
 
@@ -194,10 +185,7 @@ def matmul(
     return a, b, activation or "none"
 
 
-@MATMUL.candidate("torch.eager", trusted=True)
-def eager(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, ...]:
-    """What a user would write."""
-    return matmul_reference(a, b, activation, save)
+MATMUL.candidate("torch.eager", trusted=True)(matmul_reference)
 
 
 @MATMUL.candidate(
@@ -249,23 +237,5 @@ def widened(a: Tensor, b: Tensor, activation: str, save: bool) -> tuple[Tensor, 
     return (y,) if kept is None else (y, kept)
 
 
-@MATMUL_BACKWARD.candidate("torch.eager", trusted=True)
-def eager_backward(
-    dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
-) -> tuple[Tensor | None, ...]:
-    """The formulas, as PyTorch's autograd would run them."""
-    return matmul_backward_reference(dy, a, b, kept, activation, needs)
-
-
-@MATMUL_BACKWARD.candidate(
-    "torch.widened", supports=lambda key: onednn.widened(key, "dy"), trusted=True
-)
-def widened_backward(
-    dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
-) -> tuple[Tensor | None, ...]:
-    """The same in float32, rounded at the end."""
-    wide_kept = None if kept is None else kept.float()
-    grads = matmul_backward_reference(
-        dy.float(), a.float(), b.float(), wide_kept, activation, needs
-    )
-    return tuple(g if g is None else g.to(dy.dtype) for g in grads)
+MATMUL_BACKWARD.candidate("torch.eager", trusted=True)(matmul_backward_reference)
+linear_ops.add_widened(MATMUL_BACKWARD)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from math import prod
-
-import torch
 from torch import Tensor
 
-from ...core.activations import SMOOTH, activate, gradient
+from ...core.activations import SMOOTH, activate
 from ...core.candidate import Outputs
 from ...core.key import Key
 from ...kernels.register import rows
 from ...mixed_precision import error_statistics, number_formats, precise_op
 from ...mixed_precision.number_formats import Product
-from . import MATMUL, MATMUL_BACKWARD
+from ..linear.precision import wide_gradient
+from . import MATMUL, MATMUL_BACKWARD, mnk
 
 
 def _matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,10 +50,7 @@ def composed_backward(
     needs: str,
 ) -> Outputs:
     """da = dz · bᴴ and db = aᴴ · dz, summed over broadcast batch dimensions."""
-    dz = dy
-    if activation != "none" and kept is not None:
-        dtype = precise_op.widest(dy.dtype)
-        dz = gradient(dy.to(dtype), kept.to(dtype), activation)
+    dz = wide_gradient(dy, kept, activation)
     left, right = _matrices(a, b)
     dz = dz.unsqueeze(-1) if b.dim() == 1 else dz
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
@@ -72,17 +67,8 @@ def composed_backward(
     return (da, db)
 
 
-def _sizes(key: Key) -> list[tuple[int, int, int]]:
-    a, b = key.spec("a"), key.spec("b")
-    assert a is not None and b is not None
-    n = b.shape[-1] if len(b.shape) > 1 else 1
-    batch = max(prod(a.shape[:-2]), prod(b.shape[:-2]))
-    return [(batch * (a.shape[-2] if len(a.shape) > 1 else 1), n, a.shape[-1])]
-
-
 def _sizes_backward(key: Key) -> list[tuple[int, int, int]]:
-    ((m, n, k),) = _sizes(key)
-    needs = key.flag("needs")
+    (m, n, k), needs = mnk(key), key.flag("needs")
     return [(m, k, n)] * (needs[0] == "1") + [(k, n, m)] * (needs[1] == "1")
 
 
@@ -96,8 +82,7 @@ def parts_backward(
     dy: Tensor, a: Tensor, b: Tensor, kept: Tensor | None, activation: str, needs: str
 ) -> list[error_statistics.Part | None]:
     """The products behind a backward call; one whose batch is summed is not looked at."""
-    dtype = precise_op.widest(dy.dtype)
-    dz = dy if kept is None else gradient(dy.to(dtype), kept.to(dtype), activation)
+    dz = wide_gradient(dy, kept, activation)
     left, right = _matrices(a, b)
     dz = dz.unsqueeze(-1) if b.dim() == 1 else dz
     dz = dz.unsqueeze(-2) if a.dim() == 1 else dz
@@ -112,8 +97,7 @@ def parts_backward(
     return found
 
 
-PRECISE = precise_op.precise(MATMUL, composed, _sizes, parts, __name__)
+PRECISE = precise_op.precise(MATMUL, composed, lambda key: [mnk(key)], parts, __name__)
 PRECISE_BACKWARD = precise_op.precise(
     MATMUL_BACKWARD, composed_backward, _sizes_backward, parts_backward, __name__
 )
-__all__ = ["PRECISE", "PRECISE_BACKWARD", "torch"]

@@ -1,14 +1,14 @@
-"""matmul by the tiled product: any strides, one batch dimension, activation in the epilogue."""
+"""matmul by one product, Triton's or cuBLASLt's: any strides, one batch dimension, activation in the epilogue."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from math import prod
 
 from ...core.activations import SMOOTH
 from ...core.key import Key, TensorSpec
-from ...kernels.gemm import bind, padded
+from ...kernels.gemm import bind
+from ...kernels.gemm import register as gemm_register
 from ...kernels.gemm.bind import Plan, Product
 from ...kernels.gemm.spec import GemmSpec, Operand
 from . import MATMUL
@@ -33,11 +33,18 @@ def batch_stride(t: TensorSpec, batch: tuple[int, ...]) -> int | None:
     return dims[-1][1] if even else None
 
 
-def _operand(t: TensorSpec, batch: int = 0) -> Operand:
+def operand(t: TensorSpec, batch: int = 0) -> Operand:
     return Operand(t.dtype, t.stride[-2], t.stride[-1], batch)
 
 
-def describe(key: Key) -> Plan | str:
+def operands(lead: tuple[int, ...], *tensors: TensorSpec) -> list[Operand] | str:
+    """Batches of matrices, or why they are none."""
+    strides = [batch_stride(t, lead) for t in tensors]
+    found = [operand(t, s) for t, s in zip(tensors, strides, strict=True) if s is not None]
+    return found if len(found) == len(tensors) else "batch dimensions are not evenly spaced"
+
+
+def describe(key: Key, engine: str = "triton") -> Plan | str:
     """The product behind a matmul key."""
     a, b = key.tensors
     assert a is not None and b is not None
@@ -47,7 +54,7 @@ def describe(key: Key) -> Plan | str:
     if 0 in (*a.shape, *b.shape):
         return "empty"
     lead = broadcast(a.shape[:-2], b.shape[:-2])
-    left, right = _operand(a), _operand(b)
+    left, right = operand(a), operand(b)
     batch = prod(lead)
     if len(b.shape) == 2:
         rows = bind.matrix(a)
@@ -55,10 +62,10 @@ def describe(key: Key) -> Plan | str:
             return "rows of a are not evenly spaced"
         left, m, batch = rows, prod(a.shape[:-1]), 1
     elif batch > 1:
-        strides = batch_stride(a, lead), batch_stride(b, lead)
-        if strides[0] is None or strides[1] is None:
-            return "batch dimensions are not evenly spaced"
-        left, right = _operand(a, strides[0]), _operand(b, strides[1])
+        found = operands(lead, a, b)
+        if isinstance(found, str):
+            return found
+        left, right = found
     keep = key.flag("save") and key.flag("activation") in SMOOTH
     spec = GemmSpec(
         m, n, k, left, right, Operand(a.dtype, n, 1, m * n if batch > 1 else 0),
@@ -66,8 +73,7 @@ def describe(key: Key) -> Plan | str:
     )  # fmt: skip
     shape = (*(lead if len(b.shape) > 2 else a.shape[:-2]), a.shape[-2], n)
     made = {"y": ("y", shape, a.dtype)} | ({"z": ("z", shape, a.dtype)} if keep else {})
-    return Plan((Product(spec, {"x": "a", "w": "b"}, made),), tuple(made))
+    return Plan((Product(spec, {"x": "a", "w": "b"}, made, engine),), tuple(made))
 
 
-bind.candidate(MATMUL, "triton.tiled", describe, (sys.modules[__name__],))
-padded.candidate(MATMUL, "triton.padded", describe, (sys.modules[__name__],))
+gemm_register.add(MATMUL, describe, "triton.tiled", "triton.padded")

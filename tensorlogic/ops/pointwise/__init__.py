@@ -10,19 +10,8 @@ from torch import Tensor
 
 from ...core import argument_checks
 from ...dispatch import dispatcher
-from ..common import tensor_checks
-from .definitions import (
-    ADD,
-    ADD_RELU,
-    AFFINE,
-    DIV,
-    GELU,
-    MUL,
-    MUL_RELU,
-    RELU,
-    SILU,
-    SUB,
-)
+from ..common import documented, tensor_checks
+from .definitions import ADD, ADD_RELU, AFFINE, DIV, GELU, MUL, MUL_RELU, RELU, SILU, SUB
 
 # files for a device, in the order in which ties are broken
 CANDIDATES = {"cuda": ("triton", "triton_broadcast_grad", "triton_relu_mask")}
@@ -34,14 +23,8 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
     if first is None:
         tensor_checks.tensors(fn, given)
     values = {n: _number(v, given) if isinstance(v, Number) else v for n, v in given.items()}
-    tensor_checks.tensors(
-        fn,
-        {
-            n: v
-            for n, v in values.items()
-            if not (isinstance(v, Tensor) and v.dim() == 0 and v.device.type == "cpu")
-        },
-    )
+    placed = {n: v for n, v in values.items() if not _on_any_device(v)}
+    tensor_checks.tensors(fn, placed)
     wide = [v.shape for v in values.values() if v.dim()]
     if all(shape == wide[0] for shape in wide):  # symbolic sizes have no hash
         return tuple(values.values())
@@ -51,6 +34,10 @@ def _broadcast(fn: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
         shapes = ", ".join(f"{n} is {argument_checks.describe(v)}" for n, v in values.items())
         raise ValueError(f"{fn}: {shapes}; shapes that broadcast together are required") from None
     return tuple(values.values())
+
+
+def _on_any_device(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.dim() == 0 and v.device.type == "cpu"
 
 
 def _number(value: Any, given: dict[str, Any]) -> Tensor:
@@ -71,18 +58,23 @@ def _real(fn: str, **given: Tensor) -> None:
             )
 
 
-@dispatcher.public(ADD)
+_TWO = {
+    "args": "a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.",
+    "returns": "The broadcast shape, in PyTorch's promoted dtype.",
+    "raises": "TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.",
+}
+_REAL = _TWO | {
+    "args": "a, b: tensors on one device (or numbers), real dtypes, whose shapes broadcast."
+}
+_THREE = _TWO | {
+    "args": "x, scale, bias: tensors on one device (or numbers), whose shapes broadcast.",
+    "raises": _TWO["raises"].replace("neither", "none"),
+}
+
+
+@documented.public(ADD, **_TWO)
 def add(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a + b, broadcast and promoted as torch.add.
-
-    Args:
-        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
-
-    Returns:
-        The broadcast shape, in PyTorch's promoted dtype.
-
-    Raises:
-        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
 
     Source: torch.add.
 
@@ -94,18 +86,9 @@ def add(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("add", {"a": a, "b": b})
 
 
-@dispatcher.public(SUB)
+@documented.public(SUB, **_TWO)
 def sub(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a - b, broadcast and promoted as torch.sub.
-
-    Args:
-        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
-
-    Returns:
-        The broadcast shape, in PyTorch's promoted dtype.
-
-    Raises:
-        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
 
     Source: torch.sub.
 
@@ -117,18 +100,9 @@ def sub(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("sub", {"a": a, "b": b})
 
 
-@dispatcher.public(MUL)
+@documented.public(MUL, **_TWO)
 def mul(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a * b, broadcast and promoted as torch.mul.
-
-    Args:
-        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
-
-    Returns:
-        The broadcast shape, in PyTorch's promoted dtype.
-
-    Raises:
-        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
 
     Source: torch.mul.
 
@@ -140,18 +114,9 @@ def mul(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("mul", {"a": a, "b": b})
 
 
-@dispatcher.public(DIV)
+@documented.public(DIV, **_TWO)
 def div(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """a / b, broadcast and promoted as torch.div.
-
-    Args:
-        a, b: tensors of any dtype on one device (or numbers), whose shapes broadcast.
-
-    Returns:
-        The broadcast shape, in PyTorch's promoted dtype.
-
-    Raises:
-        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
 
     Source: torch.div.
 
@@ -238,18 +203,9 @@ def silu(x: Tensor) -> tuple[Any, ...]:
     return (x,)
 
 
-@dispatcher.public(ADD_RELU)
+@documented.public(ADD_RELU, **_REAL)
 def add_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """relu(a + b) in one pass over memory.
-
-    Args:
-        a, b: tensors on one device (or numbers), real dtypes, whose shapes broadcast.
-
-    Returns:
-        The broadcast shape, in PyTorch's promoted dtype.
-
-    Raises:
-        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
 
     Source: torch.relu(torch.add(a, b)).
 
@@ -261,18 +217,9 @@ def add_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("add_relu", {"a": a, "b": b})
 
 
-@dispatcher.public(MUL_RELU)
+@documented.public(MUL_RELU, **_REAL)
 def mul_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     """relu(a * b) in one pass over memory.
-
-    Args:
-        a, b: tensors on one device (or numbers), real dtypes, whose shapes broadcast.
-
-    Returns:
-        The broadcast shape, in PyTorch's promoted dtype.
-
-    Raises:
-        TypeError: neither is a tensor. ValueError: shapes do not broadcast, or devices differ.
 
     Source: torch.relu(torch.mul(a, b)).
 
@@ -284,18 +231,9 @@ def mul_relu(a: Tensor | complex, b: Tensor | complex) -> tuple[Any, ...]:
     return _broadcast("mul_relu", {"a": a, "b": b})
 
 
-@dispatcher.public(AFFINE)
+@documented.public(AFFINE, **_THREE)
 def affine(x: Tensor | complex, scale: Tensor | complex, bias: Tensor | complex) -> tuple[Any, ...]:
     """x * scale + bias in one pass over memory.
-
-    Args:
-        x, scale, bias: tensors on one device (or numbers), whose shapes broadcast.
-
-    Returns:
-        The broadcast shape, in PyTorch's promoted dtype.
-
-    Raises:
-        TypeError: none is a tensor. ValueError: shapes do not broadcast, or devices differ.
 
     Source: x * scale + bias in PyTorch.
 

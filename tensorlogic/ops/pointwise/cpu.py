@@ -14,7 +14,7 @@ from ...kernels.cpu import register as cpu_register
 from ...kernels.cpu.register import FRESH_BYTES
 from ...native import cpu_library
 from .definitions import FAMILY, POINTWISE_BACKWARD
-from .shapes import BACKWARD, Shape
+from .shapes import BACKWARD, Shape, wiring
 from .stride_free import backward_shape, forward_shape
 
 # exponentials that PyTorch's half-precision code computes a few at a time
@@ -39,14 +39,13 @@ SMALL = 4096  # elements below which a call costs more than its arithmetic
 
 def supports(key: Key) -> str | None:
     """None where the kernel sees the operands as rows and columns in memory order."""
-    found = forward_shape(key)
-    if isinstance(found, str):
-        return found
-    return (
-        None
-        if found.stride == register.contiguous(found.out)
-        else "the operands are laid out in another order"
-    )
+    return _ordered(forward_shape(key))
+
+
+def _ordered(found: Shape | str) -> str | None:
+    if isinstance(found, str) or found.stride == register.contiguous(found.out):
+        return found if isinstance(found, str) else None
+    return "the operands are laid out in another order"
 
 
 def guess(key: Key) -> float:
@@ -87,13 +86,7 @@ def build(key: Key, stores: int) -> Launcher:
 def supports_backward(key: Key) -> str | None:
     """None where all operands have one shape and lie in memory order."""
     found = backward_shape(key)
-    if isinstance(found, str):
-        return found
-    return (
-        None
-        if found[1].stride == register.contiguous(found[1].out)
-        else "the operands are laid out in another order"
-    )
+    return found if isinstance(found, str) else _ordered(found[1])
 
 
 def guess_backward(key: Key) -> float:
@@ -101,11 +94,8 @@ def guess_backward(key: Key) -> float:
     count = cpu_register.size_of(key, "dy")
     if count <= SMALL and cpu_register.call_us() > 1.0:
         return 1.0
-    return (
-        0.4
-        if cpu_register.bytes_of(key, "dy") >= FRESH_BYTES or key.flag("kind").startswith(COSTLY)
-        else 1.0
-    )
+    large = cpu_register.bytes_of(key, "dy") >= FRESH_BYTES
+    return 0.4 if large or key.flag("kind").startswith(COSTLY) else 1.0
 
 
 def output_backward(key: Key) -> int:
@@ -120,19 +110,17 @@ def _one(kind: str) -> bool:
 def build_backward(key: Key, stores: int) -> Launcher:
     """The launcher over (dy, a, b, c, y)."""
     kind = key.flag("kind")
-    kernel, reads, gives = BACKWARD[kind]
+    kernel = BACKWARD[kind][0]
     own = kernel.endswith("_bwd")  # not so that of a difference, which is a forward kernel
     name = kernel.removesuffix("_bwd").removesuffix("_tanh") + "_backward" * own
     run: Any = cpu_library.op(name)
     extra: tuple[Any, ...] = (kind == "gelu_tanh",) if kind.startswith("gelu") else ()
     extra += (stores,) if _one(kind) else ()
-    places = [("dy", "a", "b", "c", "y").index(n) for n in reads]
+    places, grads = wiring(kind)
 
     def launch(*dynamic: Any) -> Any:
         out = run(*(dynamic[i] for i in places), *extra)
-        made = (out,) if isinstance(out, torch.Tensor) else out
-        grads = [dynamic[0] if g == "dy" else made[int(g)] for g in gives]
-        return (*grads, *[None] * (3 - len(grads)))
+        return grads(dynamic[0], (out,) if isinstance(out, torch.Tensor) else out)
 
     return launch
 
@@ -140,12 +128,5 @@ def build_backward(key: Key, stores: int) -> Launcher:
 for _op in FAMILY:
     cpu_register.add_stored(_op, "cpu.fused", build, supports, guess, __name__, output, asks=True)
 cpu_register.add_stored(
-    POINTWISE_BACKWARD,
-    "cpu.fused",
-    build_backward,
-    supports_backward,
-    guess_backward,
-    __name__,
-    output_backward,
-    asks=True,
-)
+    POINTWISE_BACKWARD, "cpu.fused", build_backward, supports_backward, guess_backward, __name__, output_backward, asks=True
+)  # fmt: skip

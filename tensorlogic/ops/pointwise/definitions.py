@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core import saved_tensors
 from ...core.candidate import Outputs
 from ...core.key import Key
-from ...core.op import Gradient, Op, bits
+from ...core.op import Args, Gradient, Kept, Needs, Op, bits
 from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, sample_inputs
 from . import reference
@@ -34,9 +34,7 @@ def _op(
     def kind(flags: SimpleNamespace) -> str:
         return "gelu_tanh" if getattr(flags, "approximate", None) == "tanh" else op.name
 
-    def save(
-        flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[saved_tensors.Kept, ...]:
+    def save(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
         y = outs[0]
         assert y is not None
         reads = "".join(read for read, n in zip(uses, needs, strict=True) if n)
@@ -48,13 +46,9 @@ def _op(
         return (*operands, *[None] * (3 - len(operands)), *kept_of)
 
     def backward(
-        flags: SimpleNamespace,
-        needs: tuple[bool, ...],
-        saved: tuple[Any, ...],
-        scalars: tuple[Any, ...],
-        dy: Tensor,
-    ) -> tuple[Any, ...]:
-        # forward has marked where its output is above 0: see together.py
+        flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor
+    ) -> Args:
+        # forward has marked where its output is above 0: see joint_backward.py
         if len(saved) > 4:
             if dispatcher.ordinary(dy):
                 dz = flags.settle(dy, saved[4])
@@ -63,12 +57,8 @@ def _op(
         wanted = (*needs, False, False)[:3]
         operands = [_met(k, dy) for k in saved[:3]]
         grads = backward_call(dy, *operands, saved[3], kind(flags), bits(wanted))
-        return tuple(
-            [
-                None if not n else g if k is None or g.shape == k.shape else g.reshape(k.shape)
-                for g, n, k in zip(grads, needs, saved, strict=False)
-            ]
-        )
+        pairs = zip(grads, needs, saved, strict=False)
+        return tuple([None if not n else g if k is None or g.shape == k.shape else g.reshape(k.shape) for g, n, k in pairs])  # fmt: skip
 
     op = Op(
         reference=meaning,
@@ -86,26 +76,16 @@ def _op(
     return op
 
 
+# by the number of operands
+SHAPES: dict[int, tuple[tuple[tuple[int, ...], ...], ...]] = {
+    1: (((7,),), ((33, 65),), ((0, 4),), ((),)),
+    2: (((7,),) * 2, ((33, 65),) * 2, ((4, 33), (33,)), ((2, 3, 5), (3, 1)), ((6,), ()), ((0, 4), (4,))),
+    3: (((7,),) * 3, ((4, 33), (33,), (33,)), ((5, 8), (), (8,)), ((2, 3, 5), (3, 1), (5,)), ((0, 4), (4,), (4,))),
+}  # fmt: skip
+
+
 def _cases(operands: int, name: str) -> Any:
-    shapes: tuple[tuple[Any, ...], ...] = (((7,),), ((33, 65),), ((0, 4),), ((),))
-    if operands == 2:
-        shapes = (
-            ((7,), (7,)),
-            ((33, 65), (33, 65)),
-            ((4, 33), (33,)),
-            ((2, 3, 5), (3, 1)),
-            ((6,), ()),
-            ((0, 4), (4,)),
-        )
-    if operands == 3:
-        shapes = (
-            ((7,), (7,), (7,)),
-            ((4, 33), (33,), (33,)),
-            ((5, 8), (), (8,)),
-            ((2, 3, 5), (3, 1), (5,)),
-            ((0, 4), (4,), (4,)),
-        )
-    for case in shapes:
+    for case in SHAPES[operands]:
         values = [torch.randn(s) for s in case]
         if name == "gelu":
             yield (*values, "none")
@@ -134,14 +114,8 @@ def _sum_to(g: Tensor | None, operand: Tensor | None) -> Tensor | None:
 
 
 def pointwise_backward(
-    dy: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    c: Tensor | None,
-    y: Tensor | None,
-    kind: str,
-    needs: str,
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None, y: Tensor | None, kind: str, needs: str
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dy -> da, db, dc, each summed to its operand's shape (an absent operand has dy's); y is the output where a ReLU ends the op."""
     if kind == "sub":  # a sum is changed in sign, not what is summed
         db = _sum_to(dy, b) if needs[1] == "1" else None

@@ -17,7 +17,7 @@ from ...kernels.metal.shader_prelude import TYPES
 from ..common import layouts as common_layouts
 from . import shapes, stride_free
 from .definitions import FAMILY, POINTWISE_BACKWARD
-from .shapes import BACKWARD, Shape
+from .shapes import Shape
 from .stride_free import backward_shape, forward_shape
 
 THREADS = 256
@@ -42,13 +42,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "silu_bwd": (2, ("activation_gradient(a, b, 4)",)),
     "mul_bwd": (3, ("a * c", "a * b")),
     "div_bwd": (3, ("a / c", "-a * ((b / c) / c)")),
-    "mul_relu_bwd": (
-        3,
-        (
-            "activation_gradient(a, float(T(b * c)), 1) * c",
-            "activation_gradient(a, float(T(b * c)), 1) * b",
-        ),
-    ),
+    "mul_relu_bwd": (3, tuple(f"activation_gradient(a, float(T(b * c)), 1) * {v}" for v in "cb")),
 }
 
 SOURCE = r"""
@@ -157,29 +151,13 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 def build_backward(described: tuple[str, Shape], config: Config, device: torch.device) -> Launcher:
     """A launcher over (dy, a, b, c, y)."""
-    kind, s = described
-    kernel, reads, gives = BACKWARD[kind]
-    start, empty, dtype = start_of(s, config), register.empty(device), DTYPES[s.dtype]
-    places = [("dy", "a", "b", "c", "y").index(name) for name in reads]
-    outputs = len(KINDS[kernel][1])
-
-    def launch(*dynamic: Any) -> Any:
-        made = [empty(s.out, s.stride, dtype) for _ in range(outputs)]
-        start(*(dynamic[i] for i in places), *made)
-        grads = [dynamic[0] if g == "dy" else made[int(g)] for g in gives]
-        return (*grads, *[None] * (3 - len(grads)))
-
-    return launch
+    outputs = len(KINDS[described[1].kind][1])
+    return shapes.backward_launcher(described, start_of(described[1], config), outputs, device)
 
 
 _SOURCES = (common_layouts, stride_free, shapes, sys.modules[__name__])
 for _op in FAMILY:
     metal_register.described(_op, "metal.vectors", forward_shape, configs, build, _SOURCES)
 metal_register.described(
-    POINTWISE_BACKWARD,
-    "metal.vectors",
-    backward_shape,
-    lambda d: configs(d[1]),
-    build_backward,
-    _SOURCES,
-)
+    POINTWISE_BACKWARD, "metal.vectors", backward_shape, lambda d: configs(d[1]), build_backward, _SOURCES
+)  # fmt: skip

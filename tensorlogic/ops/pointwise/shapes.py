@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
 
+import torch
+
+from ...core.candidate import Launcher
+from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
 from ...kernels import register
 from ..common import layouts as common_layouts
 from ..common.layouts import Dim, Laid, iterated
 
+APART = "operands are strided or broadcast in several ways"
 MOST = 4  # dimensions that kernels take apart
 Steps = tuple[int, int, int, int]  # strides along [outer, middle, rows, columns]
 MODES = {(True, True): "full", (False, True): "row", (True, False): "column"}
@@ -112,7 +119,7 @@ def forward_shape(key: Key) -> Shape | str:
 
 def unstrided(found: Shape | str) -> Shape | str:
     """The same for kernels that take no strides."""
-    return "operands are strided or broadcast in several ways" if isinstance(found, Shape) and found.steps else found  # fmt: skip
+    return APART if isinstance(found, Shape) and found.steps else found
 
 
 # kind of op -> (kernel, operands it reads, which gradients its outputs are; "dy": the incoming one is the gradient)
@@ -128,6 +135,31 @@ BACKWARD: dict[str, tuple[str, tuple[str, ...], tuple[str | int, ...]]] = {
     "mul_relu": ("mul_relu_bwd", ("dy", "a", "b"), (0, 1)),
     "affine": ("mul_bwd", ("dy", "a", "b"), (0, 1, "dy")),
 }
+
+
+def wiring(kind: str) -> tuple[tuple[int, ...], Callable[[Any, Sequence[Any]], tuple[Any, ...]]]:
+    """Places of what the kernel reads among (dy, a, b, c, y), and from (dy, its outputs) to the three gradients."""
+    _, reads, gives = BACKWARD[kind]
+    given = [0 if g == "dy" else int(g) + 1 for g in gives] + [-1] * (3 - len(gives))
+    three = itemgetter(*given)
+    places = tuple(("dy", "a", "b", "c", "y").index(name) for name in reads)
+    return places, lambda dy, made: three((dy, *made, None))
+
+
+def backward_launcher(
+    described: tuple[str, Shape], start: Callable[..., bool], outputs: int, device: torch.device
+) -> Launcher:
+    """The launcher over (dy, a, b, c, y) of `start(*what the kernel reads, *its outputs)`."""
+    kind, s = described
+    places, grads = wiring(kind)
+    empty, dtype = register.empty(device), DTYPES[s.dtype]
+
+    def launch(*dynamic: Any) -> Any:
+        made = [empty(s.out, s.stride, dtype) for _ in range(outputs)]
+        started = start(*(dynamic[i] for i in places), *made)
+        return grads(dynamic[0], made) if started else None
+
+    return launch
 
 
 def _through_relu(dy: Laid, y: Laid | None) -> Laid:
@@ -161,8 +193,7 @@ def backward_shape(key: Key) -> tuple[str, Shape] | str:
         return "its gradient is the incoming one"
     kernel, reads, _ = BACKWARD[key.flag("kind")]
     operands = [key.spec(name) for name in reads]
-    dy = key.spec("dy")
-    assert dy is not None
+    dy = key.present("dy")
     if any(t is None for t in operands) or any(
         t is not None and t.shape != dy.shape for t in key.tensors
     ):

@@ -6,10 +6,9 @@ from math import prod
 
 from ...core.key import Key, TensorSpec
 from ...kernels import register
+from ..common import layouts
 from . import shapes
-from .shapes import BACKWARD, Shape
-
-APART = "operands are strided or broadcast in several ways"
+from .shapes import APART, BACKWARD, Shape, laid
 
 
 def forward_shape(key: Key) -> Shape | str:
@@ -35,20 +34,12 @@ def backward_shape(key: Key) -> tuple[str, Shape] | str:
 def _together(given: tuple[TensorSpec | None, ...], out: tuple[int, ...]) -> bool:
     operands = [t for t in given if t is not None]
     first = operands[0]
-    if all(t.shape == out and t.stride == first.stride for t in operands) and _dense(first):
+    if all(t.shape == out and t.stride == first.stride for t in operands) and layouts.dense(
+        laid(first)
+    ):
         return True
     wanted = [_columns(t, out) for t in operands]
     return None not in wanted and len({n for n in wanted if n}) <= 1
-
-
-def _dense(t: TensorSpec) -> bool:
-    """True where the elements fill their memory without gaps, in whatever order of dimensions."""
-    step = 1
-    for s, n in sorted((s, n) for n, s in zip(t.shape, t.stride, strict=True) if n != 1):
-        if s != step:
-            return False
-        step *= n
-    return True
 
 
 def _columns(t: TensorSpec, out: tuple[int, ...]) -> int | None:

@@ -15,7 +15,7 @@ from ...kernels.triton_runtime import device_math
 from ..common import layouts as common_layouts
 from . import shapes
 from .definitions import FAMILY, POINTWISE_BACKWARD
-from .shapes import BACKWARD, Shape, backward_shape, forward_shape
+from .shapes import Shape, backward_shape, forward_shape
 
 ERF = ("gelu", "gelu_bwd")  # kinds with some 20 instructions an element
 
@@ -27,12 +27,9 @@ def configs(shape: Shape) -> list[dict[str, Any]]:
     An H200, 128 Mi: 4 warps for 2048 elements 128.4 us (f16), 128.3 (bf16), 8 warps 131.0 and 137.6; a copy 127.7.
     """
     _, outputs = elementwise.ELEMENTWISE[shape.kind]
+    dtypes = [shape.dtype] * (len(shape.modes) + outputs)
     found = elementwise.elementwise_configs(
-        [shape.dtype] * (len(shape.modes) + outputs),
-        shape.rows,
-        shape.columns,
-        shape.modes,
-        shape.steps,
+        dtypes, shape.rows, shape.columns, shape.modes, shape.steps
     )
     if shape.kept:
         found = [c for c in found if not c["stream"]]
@@ -46,17 +43,8 @@ def _start(shape: Shape, config: Config, device: torch.device) -> Any:
     _, outputs = elementwise.ELEMENTWISE[shape.kind]
     dtypes = [shape.dtype] * (len(shape.modes) + outputs)
     return elementwise.elementwise_launcher(
-        shape.kind,
-        dtypes,
-        shape.rows,
-        shape.columns,
-        shape.modes,
-        dict(config),
-        device,
-        shape.align,
-        shape.outer,
-        shape.steps,
-    )
+        shape.kind, dtypes, shape.rows, shape.columns, shape.modes, dict(config), device, shape.align, shape.outer, shape.steps
+    )  # fmt: skip
 
 
 def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
@@ -64,55 +52,24 @@ def build(shape: Shape, config: Config, device: torch.device) -> Launcher:
     start, empty = _start(shape, config, device), register.empty(device)
     out, stride, dtype = shape.out, shape.stride, DTYPES[shape.dtype]
 
-    def one(a: torch.Tensor) -> Any:
+    def launch(*given: torch.Tensor) -> Any:
         y = empty(out, stride, dtype)
-        return (y,) if start(a, y) else None
+        return (y,) if start(*given, y) else None
 
-    def two(a: torch.Tensor, b: torch.Tensor) -> Any:
-        y = empty(out, stride, dtype)
-        return (y,) if start(a, b, y) else None
-
-    def three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Any:
-        y = empty(out, stride, dtype)
-        return (y,) if start(a, b, c, y) else None
-
-    return (one, two, three)[len(shape.modes) - 1]
+    return launch
 
 
-def _build_backward() -> Any:
-    """A builder of launchers over (dy, a, b, c, y)."""
-
-    def build(described: tuple[str, Shape], config: Config, device: torch.device) -> Launcher:
-        kind, shape = described
-        kernel, reads, gives = BACKWARD[kind]
-        start, empty, dtype = (
-            _start(shape, config, device),
-            register.empty(device),
-            DTYPES[shape.dtype],
-        )
-        places = [("dy", "a", "b", "c", "y").index(name) for name in reads]
-        outputs = elementwise.ELEMENTWISE[kernel][1]
-
-        def launch(*dynamic: Any) -> Any:
-            made = [empty(shape.out, shape.stride, dtype) for _ in range(outputs)]
-            if not start(*(dynamic[i] for i in places), *made):
-                return None
-            grads = [dynamic[0] if g == "dy" else made[int(g)] for g in gives]
-            return (*grads, *[None] * (3 - len(grads)))
-
-        return launch
-
-    return build
+def build_backward(described: tuple[str, Shape], config: Config, device: torch.device) -> Launcher:
+    """A launcher over (dy, a, b, c, y)."""
+    outputs = elementwise.ELEMENTWISE[described[1].kind][1]
+    return shapes.backward_launcher(
+        described, _start(described[1], config, device), outputs, device
+    )
 
 
 _SOURCES = (elementwise, device_math, common_layouts, shapes, sys.modules[__name__])
 for _op in FAMILY:
     register.described(_op, "triton.flat", forward_shape, configs, build, _SOURCES)
 register.described(
-    POINTWISE_BACKWARD,
-    "triton.flat",
-    backward_shape,
-    lambda d: configs(d[1]),
-    _build_backward(),
-    _SOURCES,
-)
+    POINTWISE_BACKWARD, "triton.flat", backward_shape, lambda d: configs(d[1]), build_backward, _SOURCES
+)  # fmt: skip

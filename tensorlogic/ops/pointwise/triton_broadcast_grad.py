@@ -83,8 +83,7 @@ def _steps(t: TensorSpec, rows: int, columns: int) -> tuple[int, int] | None:
 
 def describe(key: Key) -> Shape | str:
     """The launch behind a backward key in which an operand whose gradient is asked for is shared by all rows, or by all columns."""
-    kind, needs, dy = key.flag("kind"), key.flag("needs"), key.spec("dy")
-    assert dy is not None
+    kind, needs, dy = key.flag("kind"), key.flag("needs"), key.present("dy")
     reason = register.one_dtype(key)
     if kind not in READS or reason is not None:
         return reason or "it has one operand"
@@ -169,17 +168,5 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     return launch
 
 
-register.described(
-    POINTWISE_BACKWARD,
-    "triton.shared",
-    describe,
-    configs,
-    build,
-    (
-        broadcast_grad,
-        column_passes,
-        elementwise,
-        device_math,
-        sys.modules[__name__],
-    ),
-)
+_SOURCES = (broadcast_grad, column_passes, elementwise, device_math, sys.modules[__name__])
+register.described(POINTWISE_BACKWARD, "triton.shared", describe, configs, build, _SOURCES)

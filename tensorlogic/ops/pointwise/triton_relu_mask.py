@@ -22,8 +22,7 @@ from .joint_backward import TOGETHER, both
 
 def describe(key: Key) -> TensorSpec | str:
     """What all operands look like."""
-    dy, a, b = key.tensors
-    assert dy is not None
+    dy, a, b = key.present("dy"), key.spec("a"), key.spec("b")
     if any(t is not None and (t.shape, t.stride) != (dy.shape, dy.stride) for t in (a, b)):
         return "an operand lies otherwise"
     if 0 in dy.shape or not common_layouts.dense((dy.shape, dy.stride)):
@@ -41,10 +40,7 @@ def forward(one: TensorSpec, adds: bool, config: Config, device: torch.device) -
     """(a) or (a, b) -> (y, marks)."""
     count, dtype = prod(one.shape), DTYPES[one.dtype]
     start = relu_mask.marked_launcher(one.dtype, count, adds, dict(config), device)
-    empty, (shape, stride) = (
-        register.empty(device),
-        common_layouts.iterated((one.shape, one.stride)),
-    )
+    empty, (shape, stride) = register.empty(device), common_layouts.iterated((one.shape, one.stride))  # fmt: skip
     space = (relu_mask.marks(count),)
 
     def two(a: Tensor, b: Tensor) -> Any:
@@ -63,11 +59,7 @@ class Settling:
 
     def __init__(self, one: TensorSpec, config: Config, device: torch.device) -> None:
         self.shape, self.stride = common_layouts.iterated((one.shape, one.stride))
-        self.dtype, self.count, self.empty = (
-            DTYPES[one.dtype],
-            prod(one.shape),
-            register.empty(device),
-        )
+        self.dtype, self.count, self.empty = DTYPES[one.dtype], prod(one.shape), register.empty(device)  # fmt: skip
         self.many, self.single = (
             relu_mask.unmarked_launcher(one.dtype, self.count, n, dict(config), device)
             for n in (False, True)
@@ -121,12 +113,5 @@ def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Cal
     return launch_plan.plan(op, ahead, device, start), Settling(one, config, device)
 
 
-register.described(
-    TOGETHER,
-    "triton.marked",
-    describe,
-    configs,
-    build,
-    (relu_mask, device_math, common_layouts, sys.modules[__name__]),
-    parts=parts,
-)
+_SOURCES = (relu_mask, device_math, common_layouts, sys.modules[__name__])
+register.described(TOGETHER, "triton.marked", describe, configs, build, _SOURCES, parts=parts)

@@ -14,22 +14,12 @@ from ...core import argument_checks, saved_tensors
 from ...core.candidate import Outputs
 from ...core.dtypes import DTYPES
 from ...core.key import Key
-from ...core.op import Gradient, Op
+from ...core.op import Args, Gradient, Kept, Needs, Op
 from ...dispatch import dispatcher
-from ..common import canonical_keys, costs, tensor_checks
+from ..common import canonical_keys, costs, documented, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {
-    "cuda": (
-        "triton",
-        "triton_one_wave",
-        "triton_ragged",
-        "triton_split",
-        "triton_packed_rows",
-        "triton_extreme",
-        "triton_extreme_index",
-    )
-}
+CANDIDATES = {"cuda": ("triton", "triton_extreme")}
 
 Dims = tuple[int, ...]
 
@@ -97,11 +87,16 @@ def _consistent(key: Key, values: dict[str, Any]) -> None:
         y.copy_(torch.amax(x, dim, key.flag("keepdim")) if dim else x)
 
 
-def _tied(key: Key, values: dict[str, Any]) -> None:
-    """Halves and whole numbers, many of them alike, and their extremes."""
+def rounded_to_halves(key: Key, values: dict[str, Any]) -> None:
+    """Halves and whole numbers, many of them alike."""
     x = values["x"]
     if all(x.stride()):
         x.copy_((2 * x).round() / 2)
+
+
+def _tied(key: Key, values: dict[str, Any]) -> None:
+    """Values of which many are alike, and their extremes."""
+    rounded_to_halves(key, values)
     _consistent(key, values)
 
 
@@ -130,19 +125,13 @@ def _op(
             return lambda x: own(x, first, True)
         return lambda x: own(x, first)
 
-    def save(
-        flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-    ) -> tuple[saved_tensors.Kept, ...]:
-        # where forward has kept the places of the extremes, these: see together.py
+    def save(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
+        # where forward has kept the places of the extremes, these: see joint_backward.py
         return (dynamic[0], *outs) if extreme else (saved_tensors.Look(dynamic[0]),)
 
     def backward(
-        flags: SimpleNamespace,
-        needs: tuple[bool, ...],
-        saved: tuple[Any, ...],
-        scalars: tuple[Any, ...],
-        dy: Tensor,
-    ) -> tuple[Any, ...]:
+        flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor
+    ) -> Args:
         if extreme and len(saved) > 2 and dispatcher.ordinary(dy):
             return (flags.settle(dy.contiguous(), *saved),)
         if extreme:
@@ -168,8 +157,7 @@ def _op(
 
 
 def _traffic(key: Key) -> float:
-    x = key.spec("x")
-    assert x is not None
+    x = key.present("x")
     left = prod(n for d, n in enumerate(x.shape) if d not in key.flag("dim"))
     return costs.inputs(key) + left * DTYPES[x.dtype].itemsize
 
@@ -224,20 +212,29 @@ def _checked(fn: str, x: Tensor, dim: int | Sequence[int] | None, keepdim: bool)
     return x, order, argument_checks.flag(fn, "keepdim", keepdim)
 
 
-@dispatcher.public(SUM)
+def _parts(x: str, dims: str, made: str, wrong: str, empty: str) -> dict[str, str]:
+    return {
+        "args": f"x: {x}. dim: dimension, {dims}, or None or () for all. keepdim: keep them with size 1.",
+        "returns": f"x's shape without dim (or with size 1 there), x's dtype{made}.",
+        "raises": f"TypeError: not a tensor, {wrong}dim is no int, or keepdim no bool. ValueError: dim out of range{empty}.",
+    }
+
+
+_DIMS, _TWICE = "tuple of dimensions", " or named twice"
+_SUM = _parts("any shape and dtype", _DIMS, " (int64 for integers, as torch.sum)", "", _TWICE)
+_MEAN = _parts(
+    "any shape, floating dtype", _DIMS, "; NaN where there is nothing to average", "not floating, ", _TWICE
+)  # fmt: skip
+_EXTREME = _parts(
+    "any shape with elements along dim, real dtype", "tuple", "", "", ", named twice, or empty"
+)
+
+
+@documented.public(SUM, **_SUM)
 def sum(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Sum over dimensions, accumulated in float32 or wider.
-
-    Args:
-        x: any shape and dtype. dim: dimension, tuple of dimensions, or None or () for all. keepdim: keep them with size 1.
-
-    Returns:
-        x's shape without dim (or with size 1 there), x's dtype (int64 for integers, as torch.sum).
-
-    Raises:
-        TypeError: not a tensor, dim is no int, or keepdim no bool. ValueError: dim out of range or named twice.
 
     Source: torch.sum.
 
@@ -249,20 +246,11 @@ def sum(
     return _checked("sum", x, dim, keepdim)
 
 
-@dispatcher.public(MEAN)
+@documented.public(MEAN, **_MEAN)
 def mean(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Mean over dimensions, accumulated in float32 or wider.
-
-    Args:
-        x: any shape, floating dtype. dim: dimension, tuple of dimensions, or None or () for all. keepdim: keep them with size 1.
-
-    Returns:
-        x's shape without dim (or with size 1 there), x's dtype; NaN where there is nothing to average.
-
-    Raises:
-        TypeError: not a tensor, not floating, dim is no int, or keepdim no bool. ValueError: dim out of range or named twice.
 
     Source: torch.mean.
 
@@ -274,20 +262,11 @@ def mean(
     return _checked("mean", x, dim, keepdim)
 
 
-@dispatcher.public(MAX)
+@documented.public(MAX, **_EXTREME)
 def max(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Largest value over dimensions (no indices); NaN wins, as in torch.amax.
-
-    Args:
-        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None or () for all. keepdim: keep them with size 1.
-
-    Returns:
-        x's shape without dim (or with size 1 there), x's dtype.
-
-    Raises:
-        TypeError: not a tensor, dim is no int, or keepdim no bool. ValueError: dim out of range, named twice, or empty.
 
     Source: torch.amax.
 
@@ -299,20 +278,11 @@ def max(
     return _checked("max", x, dim, keepdim)
 
 
-@dispatcher.public(MIN)
+@documented.public(MIN, **_EXTREME)
 def min(
     x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 ) -> tuple[Any, ...]:
     """Smallest value over dimensions (no indices); NaN wins, as in torch.amin.
-
-    Args:
-        x: any shape with elements along dim, real dtype. dim: dimension, tuple, or None or () for all. keepdim: keep them with size 1.
-
-    Returns:
-        x's shape without dim (or with size 1 there), x's dtype.
-
-    Raises:
-        TypeError: not a tensor, dim is no int, or keepdim no bool. ValueError: dim out of range, named twice, or empty.
 
     Source: torch.amin.
 

@@ -3,27 +3,24 @@ chosen by the time of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.candidate import EAGER, Candidate, Config, Launcher
 from ...core.dtypes import DTYPES
 from ...core.key import Key, TensorSpec
 from ...core.op import Op
 from ...kernels import register
-from ...system import hardware
-from ..common import canonical_keys, costs, separate_pair
+from ..common import canonical_keys, costs, joint
 from . import EXTREME_BACKWARD as BACKWARD
-from . import MAX, MIN, extreme_backward
+from . import MAX, MIN, Dims, extreme_backward, rounded_to_halves
+from .shapes import left
 
 # bytes of x, below which reading it again costs next to nothing
 LEAST = 4 << 20
 KINDS = {"max": MAX, "min": MIN}
-Dims = tuple[int, ...]
 
 
 def extreme_together(
@@ -34,71 +31,34 @@ def extreme_together(
     return y, extreme_backward(dy, x, y, dim, keepdim)[0]
 
 
-def rest(key: Key) -> tuple[int, ...]:
-    """The output's shape."""
-    x, dims, keep = key.spec("x"), key.flag("dim"), key.flag("keepdim")
-    assert x is not None
-    return tuple(1 if d in dims else n for d, n in enumerate(x.shape) if keep or d not in dims)
-
-
-def both(key: Key) -> tuple[tuple[Op, Key], tuple[Op, Key]]:
+def both(key: Key) -> tuple[joint.Part, joint.Part]:
     """Forward and backward with their keys."""
     dy, x = key.tensors
     flags = tuple(f for f in key.flags if f[0] != "kind")
-    kind = key.flag("kind")
-    forward = Key(
-        op=kind,
-        tensors=(x,),
-        names=("x",),
-        flags=(*flags, ("save", True)),
-        device=key.device,
-        direction="forward",
+    return (
+        joint.part(KINDS[key.flag("kind")], {"x": x}, (*flags, ("save", True)), key.device),
+        joint.part(BACKWARD, {"dy": dy, "x": x, "y": dy}, flags, key.device),
     )
-    backward = Key(
-        op=BACKWARD.name,
-        tensors=(dy, x, dy),
-        names=("dy", "x", "y"),
-        flags=flags,
-        device=key.device,
-        direction="backward",
-    )
-    return (KINDS[kind], forward), (BACKWARD, backward)
 
 
-def _whole(key: Key, kind: str) -> tuple[Op, Key] | None:
+def _whole(key: Key, kind: str) -> joint.Part | None:
     """The key of an extreme that is large, over some dimensions, and of which what is left lies in x's order."""
-    x, dims = key.spec("x"), key.flag("dim")
-    assert x is not None
+    x, dims = key.present("x"), key.flag("dim")
     if not dims or 0 in x.shape or x.dtype not in ("f16", "bf16", "f32") or costs.nbytes(x) < LEAST:
         return None
     kept = [s for d, (n, s) in enumerate(zip(x.shape, x.stride, strict=True)) if n > 1 and d not in dims]  # fmt: skip
     if kept != sorted(kept, reverse=True) or 0 in kept:
         return None
-    shape = rest(key)
+    shape = left(key)
     flags = tuple(f for f in key.flags if f[0] != "save")
-    return TOGETHER, Key(
-        op=TOGETHER.name,
-        tensors=(TensorSpec(x.dtype, shape, register.contiguous(shape)), x),
-        names=("dy", "x"),
-        flags=(*flags, ("kind", kind)),
-        device=key.device,
-        direction="backward",
-    )
+    dy = TensorSpec(x.dtype, shape, register.contiguous(shape))
+    return joint.part(TOGETHER, {"dy": dy, "x": x}, (*flags, ("kind", kind)), key.device)
 
 
-def of_forward(key: Key) -> tuple[Op, Key] | None:
-    """A recorded key with its backward pass, on a device that has a candidate which makes both."""
-    able = key.device == "cuda" or hardware.interpreting()
-    return _whole(key, key.op) if able and key.flag("save") else None
-
-
-def of_backward(key: Key) -> Iterable[tuple[Op, Key]]:
-    """As `of_forward`, from the backward key, which does not say of which extreme: measured after it, so that what it is compared with is
-    known."""
+def _behind(key: Key) -> joint.Part | None:
+    """As of a maximum: the backward key does not say of which extreme."""
     dy = key.spec("dy")
-    whole = _whole(key, "max") if key.device == "cuda" else None
-    if whole is not None and dy is not None and register.is_contiguous(dy):
-        yield whole
+    return _whole(key, "max") if dy is not None and register.is_contiguous(dy) else None
 
 
 def _alike(key: Key) -> Key:
@@ -107,22 +67,8 @@ def _alike(key: Key) -> Key:
     return canonical_keys.reduced(replace(key, flags=flags))
 
 
-def _bind_apart(key: Key, config: Config, device: torch.device) -> Launcher:
-    """Forward and backward as each of them is chosen."""
-
-    def way(ahead: Any, back: Any) -> Launcher:
-        forward, backward = ahead.launch, back.launch
-
-        def launch(dy: Tensor, x: Tensor) -> Any:
-            outs = forward(x)
-            if outs is None:
-                return None
-            grads = backward(dy, x, outs[0])
-            return None if grads is None else (outs[0], grads[0])
-
-        return launch
-
-    return separate_pair.launcher(both(key), device, way)
+def _reads(dy: Tensor, given: Any, outs: Any) -> tuple[Any, ...]:
+    return dy, *given, outs[0]
 
 
 def _cases() -> Any:
@@ -133,35 +79,24 @@ def _cases() -> Any:
         yield torch.randn(3, 1, 5), torch.randn(3, 4, 5), (1,), True, kind
 
 
-def _tied(key: Key, values: dict[str, Any]) -> None:
-    """Halves and whole numbers, many of them alike."""
-    x = values["x"]
-    if all(x.stride()):
-        x.copy_((2 * x).round() / 2)
+def _traffic(key: Key) -> float:
+    x = key.present("x")
+    return 2 * costs.inputs(key) + costs.size(x) * DTYPES[x.dtype].itemsize
 
 
 TOGETHER = Op(
     reference=extreme_together,
     flops=lambda key: 4.0 * costs.size(key.spec("x")),
-    traffic=lambda key: (
-        2 * costs.inputs(key) + costs.size(key.spec("x")) * DTYPES[_dtype(key)].itemsize
-    ),
+    traffic=_traffic,
     normal=_alike,
     cases=_cases,
-    stress=_tied,
+    stress=rounded_to_halves,
     outputs=2,
     internal=True,
     stands_for=("max", "min", "extreme_backward"),
 )
-
-
-def _dtype(key: Key) -> str:
-    x = key.spec("x")
-    assert x is not None
-    return x.dtype
-
-
-TOGETHER.candidate(EAGER, trusted=True)(extreme_together)
-TOGETHER.add(Candidate("chosen.apart", bind=_bind_apart, sources=(_bind_apart,), trusted=True))
+joint.candidates(TOGETHER, extreme_together, both, _reads)
+of_forward = joint.of_forward(lambda key: _whole(key, key.op))
+of_backward = joint.of_backward(_behind)
 MAX.joined = MIN.joined = of_forward
 BACKWARD.twins = of_backward

@@ -87,14 +87,8 @@ def configs(s: Shape) -> list[dict[str, Any]]:
 
 
 def stage(
-    kind: str,
-    given: str,
-    made: str,
-    sizes: tuple[int, int, int],
-    parts: int,
-    wide: bool,
-    scale: float,
-) -> Start:
+    kind: str, given: str, made: str, sizes: tuple[int, int, int], parts: int, wide: bool, scale: float
+) -> Start:  # fmt: skip
     """A callable (x, y): [outer, reduce, inner] to [outer, parts, inner], times `scale`."""
     outer, reduce, inner = sizes
     each = math.ceil(reduce / parts)

@@ -48,8 +48,7 @@ class Shape:
 
 def describe(key: Key) -> Shape | str:
     """The reduction behind a key: contiguous data, neighbouring dimensions."""
-    (x,) = key.tensors
-    assert x is not None
+    x = key.present("x")
     dims = key.flag("dim")
     reason = _unserved(key, x)
     if reason is not None:
@@ -60,21 +59,20 @@ def describe(key: Key) -> Shape | str:
         return "not contiguous"
     first, last = dims[0], dims[-1] + 1
     sizes = prod(x.shape[:first]), prod(x.shape[first:last]), prod(x.shape[last:])
-    return Shape(key.op, x.dtype, *sizes, _left(key, x), register.weakest(key))
+    return Shape(key.op, x.dtype, *sizes, left(key), register.weakest(key))
 
 
 def describe_any(key: Key) -> Shape | str:
     """The reduction behind a key: any strides, any dimensions, as contiguous data wherever the memory is that."""
     found = describe(key)
-    (x,) = key.tensors
-    assert x is not None
+    x = key.present("x")
     if isinstance(found, Shape) or _unserved(key, x) is not None:
         return found
     dims = key.flag("dim")
     every = list(zip(x.shape, x.stride, strict=True))
     kept = joined([pair for d, pair in enumerate(every) if d not in dims])
     reduced = joined(sorted((every[d] for d in dims), key=lambda pair: -pair[1]))
-    rest, align = _left(key, x), register.weakest(key)
+    rest, align = left(key), register.weakest(key)
     dense = _dense(kept, reduced)
     if dense is not None:
         return Shape(key.op, x.dtype, *dense, rest, align)
@@ -118,7 +116,7 @@ def _unserved(key: Key, x: TensorSpec) -> str | None:
     )
 
 
-def _left(key: Key, x: TensorSpec) -> tuple[int, ...]:
+def left(key: Key) -> tuple[int, ...]:
     """The output's shape."""
-    dims, keep = key.flag("dim"), key.flag("keepdim")
+    x, dims, keep = key.present("x"), key.flag("dim"), key.flag("keepdim")
     return tuple(1 if d in dims else n for d, n in enumerate(x.shape) if keep or d not in dims)

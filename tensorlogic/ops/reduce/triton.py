@@ -1,28 +1,64 @@
-"""Reductions by Triton: [outer, reduce, inner], or any strides, in one launch (the last block finishes in fixed order) or in two."""
+"""Reductions by Triton: over [outer, reduce, inner] or any strides, and over rows that are one value, ragged, few or short."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from ...core.candidate import Config, Launcher
+from ...core.dtypes import DTYPES
+from ...core.key import Key
 from ...kernels import register
-from ...kernels.reduce import contiguous
+from ...kernels.reduce import contiguous, one_wave, packed_rows, ragged, split
 from ...kernels.reduce import strided as reduce_strided
+from ...kernels.row_access import contiguous as contiguous_rows
+from ...kernels.row_access import ragged as ragged_rows
+from ...kernels.row_access import split as split_rows
+from ...kernels.softmax import rows as softmax_rows
+from ...kernels.triton_runtime import device_math, scratch
 from ...system.compile_pool import CompileFailure
-from . import FAMILY, shapes, triton_launcher
+from . import FAMILY, shapes
 from .shapes import Shape, describe_any
 
-Started = tuple[Callable[..., bool], tuple[int, int]]
 WHOLE = 16384  # halves of a row that one program reads at once
 MOST_POLLED = 2**30  # elements that polling programs count
 
 
-def configs(s: Shape) -> list[dict[str, Any]]:
-    """Configurations, best guess first."""
+class Started(NamedTuple):
+    """`start(x, y, partial, counter)`, how many float32 partial results and counters it takes, and what counters it takes."""
+
+    start: Callable[..., bool]
+    space: tuple[int, int] = (0, 0)
+    counted: torch.dtype = torch.int32
+    use: str = "zero"
+
+
+def build(
+    started: Callable[[Shape, dict[str, Any], torch.device], Started],
+    s: Shape,
+    config: Config,
+    device: torch.device,
+) -> Launcher:
+    """A launcher with its workspace; where nothing is asked for, `start` gets y instead."""
+    start, (partials, count), counted, use = started(s, dict(config), device)
+    empty, counters, stride = register.empty(device), scratch.counters, register.contiguous(s.out)
+    dtype = DTYPES[s.dtype]
+
+    def launch(x: torch.Tensor) -> Any:
+        y = empty(s.out, stride, dtype)
+        partial = empty((partials,), (1,), torch.float32) if partials else y
+        counter = counters(device, count, counted, use) if count else y
+        return (y,) if start(x, y, partial, counter) else None
+
+    return launch
+
+
+def blocks_configs(s: Shape) -> list[dict[str, Any]]:
+    """Configurations of [outer, reduce, inner] or any strides, best guess first."""
     if s.view is not None:
         return reduce_strided.strided_configs(_lay(s), s.dtype, register.cores())
     known = contiguous.reduce_configs(s.outer, s.reduce, s.inner, s.dtype, register.cores())
@@ -82,8 +118,16 @@ def _lay(s: Shape) -> reduce_strided.Lay:
     return reduce_strided.lay(s.view.kept, s.view.reduced, s.view.along, s.dtype, s.align)
 
 
-def _contiguous(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
-    """Start and workspace of contiguous [outer, reduce, inner]."""
+def blocks(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
+    """One launch, whose last block finishes in fixed order, or two."""
+    if s.view is not None:
+        form = _lay(s)
+        return Started(
+            reduce_strided.strided_launcher(
+                s.kind, s.dtype, s.dtype, form, config, device, s.align
+            ),
+            reduce_strided.strided_workspace(form, config),
+        )
     strategy, few = config["strategy"], s.reduce <= MOST_POLLED
     if strategy in ("along", "across"):
         raise CompileFailure(f"a configuration {strategy!r} of strided data; this is contiguous")
@@ -91,35 +135,137 @@ def _contiguous(s: Shape, config: dict[str, Any], device: torch.device) -> Start
         raise CompileFailure(f"{strategy!r} reduces the last dimension; here columns are kept")
     if strategy == "polled" and not (s.outer == 1 and few):
         raise CompileFailure(f"'polled' leaves one value of up to {MOST_POLLED} elements")
-    start = contiguous.reduce_launcher(
-        s.kind, s.dtype, s.dtype, s.outer, s.reduce, s.inner, config, device, s.align
+    sizes = s.outer, s.reduce, s.inner
+    start = contiguous.reduce_launcher(s.kind, s.dtype, s.dtype, *sizes, config, device, s.align)
+    space = contiguous.reduce_workspace(*sizes, config)
+    polled = (torch.int64, "launches") if strategy == "polled" else ()
+    return Started(start, space, *polled)
+
+
+def describe_whole(key: Key) -> Shape | str:
+    """A dense tensor that is reduced to one value, neither tiny nor far beyond the cache."""
+    found = describe_any(key)
+    if isinstance(found, str):
+        return found
+    if found.outer * found.inner != 1:
+        return "more than one value is left"
+    if found.view is not None:
+        return "not dense"
+    if not one_wave.spun_configs(found.reduce, found.dtype):
+        return f"from {one_wave.LEAST} elements to 32 MB are required"
+    return found
+
+
+def whole(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
+    """One wave of programs, the last of which waits for the others."""
+    if one_wave.spun_parts(s.reduce, config) > one_wave.MOST_PARTS:
+        config = one_wave.spun_configs(s.reduce, s.dtype)[0]  # a smaller neighbour's
+    start = one_wave.spun_launcher(s.kind, s.dtype, s.dtype, s.reduce, config, device, s.align)
+    count = one_wave.spun_parts(s.reduce, config)
+    return Started(lambda x, y, _, counter: start(x, y, counter), (0, count), torch.int64, "spins")
+
+
+def _described_rows(key: Key) -> Shape | str:
+    found = describe_any(key)
+    if isinstance(found, str) or (found.view is None and found.inner == 1):
+        return found
+    return "no rows of contiguous memory"
+
+
+def describe_ragged(key: Key) -> Shape | str:
+    """Rows of contiguous memory that are no multiple of 16 bytes, of a tensor that begins at one, and as many as there are programs for."""
+    found = _described_rows(key)
+    if isinstance(found, str):
+        return found
+    if found.outer < register.cores():
+        return "fewer rows than multiprocessors"
+    return ragged_rows.refusal(found.reduce, found.dtype, found.align) or found
+
+
+def in_groups(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
+    """Whole aligned groups of 16 bytes, and the ends apart."""
+    start = ragged.groups_launcher(s.kind, s.dtype, s.outer, s.reduce, config, device)
+    return Started(lambda x, y, *_: start(x, y))
+
+
+def shares_configs(s: Shape) -> list[dict[str, Any]]:
+    """Configurations of rows that several programs share, best guess first."""
+    return split.shares_configs(s.outer, s.reduce, s.dtype, register.cores())
+
+
+def describe_split(key: Key) -> Shape | str:
+    """Few, long rows of contiguous memory that are no multiple of 16 bytes, of a tensor that begins at one."""
+    found = _described_rows(key)
+    if isinstance(found, str):
+        return found
+    refused = ragged_rows.refusal(found.reduce, found.dtype, found.align)
+    refused = refused or split_rows.refusal(
+        found.outer, found.reduce, found.align, register.cores()
     )
-    return start, contiguous.reduce_workspace(s.outer, s.reduce, s.inner, config)
+    if refused or shares_configs(found):
+        return refused or found
+    return "shares would be longer than sums are exact"
 
 
-def _strided(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
-    """Start and workspace of what lies apart."""
-    form = _lay(s)
-    start = reduce_strided.strided_launcher(s.kind, s.dtype, s.dtype, form, config, device, s.align)
-    return start, reduce_strided.strided_workspace(form, config)
+def in_shares(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
+    """Several programs a row, in one launch."""
+    start = split.shares_launcher(s.kind, s.dtype, s.outer, s.reduce, config, device)
+    return Started(start, split.shares_workspace(s.outer, s.reduce, config))
 
 
-def build(s: Shape, config: Config, device: torch.device) -> Launcher:
-    """A launcher with its workspace."""
-    chosen = dict(config)
-    started = _contiguous if s.view is None else _strided
-    start, space = started(s, chosen, device)
-    polled = chosen["strategy"] == "polled"
-    counted, use = (torch.int64, "launches") if polled else (torch.int32, "zero")
-    return triton_launcher.with_space(s, start, space, device, counted, use)
+def abreast_configs(s: Shape) -> list[dict[str, Any]]:
+    """Configurations of rows that are read as one line, best guess first."""
+    return packed_rows.abreast_configs(s.reduce, s.inner, s.dtype, register.cores())
 
 
-for _op in FAMILY:
-    register.described(
-        _op,
-        "triton.blocks",
-        describe_any,
-        configs,
-        build,
-        (contiguous, reduce_strided, shapes, sys.modules[__name__]),
-    )
+def describe_packed(key: Key) -> Shape | str:
+    """Contiguous [rows, columns] whose rows are reduced, columns being few or no multiple of 16 bytes."""
+    found = describe_any(key)
+    if isinstance(found, str):
+        return found
+    if found.view is not None or found.inner == 1 or found.outer > 1:
+        return "no leading dimension of contiguous memory"
+    refused = packed_rows.refusal(found.inner, found.dtype, found.align)
+    fit = max(found.reduce, found.inner) <= shapes.MOST
+    if refused or (fit and abreast_configs(found)):
+        return refused or found
+    return "too few rows, or more than are counted"
+
+
+def abreast(s: Shape, config: dict[str, Any], device: torch.device) -> Started:
+    """Several rows as one line, where rows are short or begin at odd places."""
+    start = packed_rows.abreast_launcher(s.kind, s.dtype, s.reduce, s.inner, config, device)
+    return Started(start, packed_rows.abreast_workspace(s.inner, config))
+
+
+def _register(
+    id: str,
+    describe: Callable[[Key], Shape | str],
+    configs: Callable[[Shape], Sequence[Config]],
+    started: Callable[[Shape, dict[str, Any], torch.device], Started],
+    *kernels: Any,
+) -> None:
+    sources = (*kernels, contiguous, shapes, sys.modules[__name__])
+    for op in FAMILY:
+        register.described(op, id, describe, configs, partial(build, started), sources)
+
+
+_ROWS = (ragged_rows, softmax_rows, contiguous_rows, device_math)
+_register("triton.blocks", describe_any, blocks_configs, blocks, reduce_strided)
+_register(
+    "triton.spins",
+    describe_whole,
+    lambda s: one_wave.spun_configs(s.reduce, s.dtype),
+    whole,
+    one_wave,
+)
+_register(
+    "triton.groups",
+    describe_ragged,
+    lambda s: ragged.groups_configs(s.reduce, s.dtype),
+    in_groups,
+    ragged,
+    *_ROWS,
+)
+_register("triton.shares", describe_split, shares_configs, in_shares, split, split_rows, *_ROWS)
+_register("triton.abreast", describe_packed, abreast_configs, abreast, packed_rows, ragged_rows)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.rewrite_rule import Composite, Emit, Way
+from ...core.rewrite_rule import Composite, Way
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -23,10 +21,5 @@ def fused(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), gamma, eps)
 
 
-def _fused(emit: Emit, args: tuple[Any, ...]) -> Any:
-    return emit(fused, *args)
-
-
-RMS_NORM = Composite(
-    "rms_norm", rms_norm, (Way("torch.rms_norm", lambda args: None, _fused, training=True),)
-)
+WAY = Way("torch.rms_norm", lambda args: None, lambda emit, args: emit(fused, *args), training=True)
+RMS_NORM = Composite("rms_norm", rms_norm, (WAY,))

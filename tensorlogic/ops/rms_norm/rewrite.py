@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...core.rewrite_rule import Call, Match, OneOf, Rule, Var, aten, floating
+from ...core.rewrite_rule import Call, Emit, Match, OneOf, Rule, Var, aten, floating
 from . import RMS_NORM
 
 X, G = Var("x"), Var("gamma")
@@ -32,37 +32,23 @@ def _scaled(inner: Call) -> Call:
 def _fits(m: Match) -> bool:
     """One dtype, a scale for every column, a number added; rounding, where there is some, to the input's dtype."""
     x, gamma = m.tensor("x"), m.tensor("gamma")
-    return (
-        x is not None
-        and gamma is not None
-        and gamma.shape == x.shape[-1:]
-        and floating(x, gamma)
-        and isinstance(m["eps"], float)
-        and m.out.dtype == x.dtype
-        and m.get("dtype", x.dtype) == x.dtype
-    )
+    if x is None or gamma is None or gamma.shape != x.shape[-1:] or not floating(x, gamma):
+        return False
+    rounded = m.out.dtype == x.dtype and m.get("dtype", x.dtype) == x.dtype
+    return rounded and isinstance(m["eps"], float)
 
 
 def _named(m: Match) -> bool:
     return _fits(m) and list(m["shape"]) == [m.out.shape[-1]]
 
 
+def _norm(m: Match, emit: Emit) -> Any:
+    return emit(RMS_NORM, m["x"], m["gamma"], m["eps"])
+
+
+NAMED = Call((aten.rms_norm.default,), (X, Var("shape"), G, Var("eps")))
+WRITTEN = (_rounded(_normed(WIDE, WIDE)), _rounded(_normed(X, WIDE)), _normed(X, X))
 RULES = (
-    Rule(
-        "rms_norm",
-        Call((aten.rms_norm.default,), (X, Var("shape"), G, Var("eps"))),
-        lambda m, emit: emit(RMS_NORM, m["x"], m["gamma"], m["eps"]),
-        _named,
-        exact=True,
-    ),
-    *(
-        Rule(
-            "rms_norm", pattern, lambda m, emit: emit(RMS_NORM, m["x"], m["gamma"], m["eps"]), _fits
-        )
-        for pattern in (
-            _scaled(_rounded(_normed(WIDE, WIDE))),
-            _scaled(_rounded(_normed(X, WIDE))),
-            _scaled(_normed(X, X)),
-        )
-    ),
+    Rule("rms_norm", NAMED, _norm, _named, exact=True),
+    *(Rule("rms_norm", _scaled(inner), _norm, _fits) for inner in WRITTEN),
 )

@@ -9,24 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import argument_checks, saved_tensors
+from ...core import argument_checks
 from ...core.candidate import Outputs
 from ...core.key import Key
-from ...core.op import Gradient, Op
+from ...core.op import Args, Gradient, Kept, Needs, Op
 from ...dispatch import dispatcher
 from ..common import canonical_keys, costs, sample_inputs, tensor_checks
-
-# files for a device, in the order in which ties are broken
-CANDIDATES = {
-    "cuda": (
-        "triton",
-        "triton_strided",
-        "triton_strided_split",
-        "triton_smem",
-        "triton_ragged",
-        "triton_split",
-    )
-}
 
 
 def _softmax(x: Tensor, dim: int, save: bool) -> tuple[Tensor, ...]:
@@ -42,19 +30,11 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, ...]:
     return (torch.ops.aten._softmax_backward_data(dy, y, dim, y.dtype),)
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
     return (outs[0],)
 
 
-def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
+def _backward(flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor) -> Args:
     return backward_call(dy, saved[0], flags.dim)
 
 

@@ -12,9 +12,7 @@ from . import SOFTMAX, SOFTMAX_BACKWARD
 
 def supports(key: Key) -> str | None:
     """None for contiguous rows."""
-    first = key.tensors[0]
-    assert first is not None
-    if key.flag("dim") != len(first.shape) - 1:
+    if key.flag("dim") != len(key.present(key.names[0]).shape) - 1:
         return "not over the last dimension"
     return cpu_register.contiguous(key, *key.names)
 

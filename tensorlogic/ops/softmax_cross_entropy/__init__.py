@@ -9,39 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core import argument_checks, saved_tensors
+from ...core import argument_checks
 from ...core.candidate import Outputs
 from ...core.key import Key, TensorSpec
-from ...core.op import Gradient, Op
+from ...core.op import Args, Gradient, Kept, Needs, Op
 from ...dispatch import dispatcher
 from ..common import costs, sample_inputs, tensor_checks
 
 # files for a device, in the order in which ties are broken
-CANDIDATES = {"cuda": ("triton", "triton_prefetch", "triton_joint")}
+CANDIDATES = {"cuda": ("triton", "triton_joint")}
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def _softmax_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    save: bool,
-) -> tuple[Tensor, ...]:
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str, save: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
     """-log softmax(logits [..., C])[target [...]], smoothed and reduced; with save also what backward needs, in float32:
     the rows' log-sum-exp [rows] (0 where ignored), and [1] the weight of a row in the reduction."""
     rows, labels = logits, target
     if logits.dim() != 2:
         rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = F.cross_entropy(
-        rows,
-        labels,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-    )
+        rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )  # fmt: skip
     loss = loss.view(target.shape) if reduction == "none" and logits.dim() != 2 else loss
     if not save:
         return (loss,)
@@ -52,15 +43,9 @@ def _softmax_cross_entropy(
 
 
 def softmax_cross_entropy_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    share: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> tuple[Tensor, ...]:
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, share: Tensor,
+    ignore_index: int, label_smoothing: float, reduction: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """dlogits = (softmax(logits) - smoothed one-hot) · dloss per row, 0 where ignored."""
     wide = _wide(logits)
     rows, labels = logits.reshape(-1, logits.shape[-1]).to(wide), target.reshape(-1)
@@ -80,20 +65,12 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _kept(
-    flags: SimpleNamespace, needs: tuple[bool, ...], dynamic: tuple[Any, ...], outs: Outputs
-) -> tuple[saved_tensors.Kept, ...]:
+def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
     return (*dynamic, *outs[1:])
 
 
-def _backward(
-    flags: SimpleNamespace,
-    needs: tuple[bool, ...],
-    saved: tuple[Any, ...],
-    scalars: tuple[Any, ...],
-    dy: Tensor,
-) -> tuple[Any, ...]:
-    if len(saved) > 4:  # the gradient was prepared by forward: see together.py
+def _backward(flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor) -> Args:
+    if len(saved) > 4:  # the gradient was prepared by forward: see triton_joint.py
         if dispatcher.ordinary(dy):
             return (flags.settle(dy, *saved), None)
         logits, target, lse, share = saved[:4]
@@ -116,8 +93,7 @@ def _cases() -> Any:
 def _sample(
     key: Key, name: str, spec: TensorSpec, device: torch.device, g: torch.Generator
 ) -> Tensor | None:
-    logits = key.spec("logits")
-    assert logits is not None
+    logits = key.present("logits")
     if name == "target" and 0 not in spec.shape and all(spec.stride):
         target = torch.randint(0, logits.shape[-1], spec.shape, device=g.device, generator=g)
         return target.to(device).as_strided(spec.shape, spec.stride)

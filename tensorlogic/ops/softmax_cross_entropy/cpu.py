@@ -27,8 +27,7 @@ def supports(key: Key) -> str | None:
 def guess(key: Key) -> float:
     """Eager writes the log-probabilities of every class to memory and reads them again."""
     size, call = cpu_register.size_of(key, "logits"), cpu_register.call_us(key)
-    logits = key.spec("logits")
-    assert logits is not None
+    logits = key.present("logits")
     classes = logits.shape[-1]
     rows = size // classes
     row = 0.012 if classes >= 16 else 0.02 + 0.006 * classes
@@ -53,11 +52,8 @@ def build(key: Key) -> Launcher:
                 raise IndexError(text) from None
             raise
 
-    ignore, smoothing, number = (
-        key.flag("ignore_index"),
-        key.flag("label_smoothing"),
-        cpu_library.REDUCTIONS[reduction],
-    )
+    ignore, smoothing = key.flag("ignore_index"), key.flag("label_smoothing")
+    number = cpu_library.REDUCTIONS[reduction]
     if not key.flag("save"):
         return lambda logits, target: (run(logits, target, ignore, smoothing, number)[0],)
 
@@ -79,10 +75,8 @@ def output_backward(key: Key) -> int:
 
 def build_backward(key: Key, stores: int) -> Launcher:
     """The backward launcher; the kernel counts the rows that matter again."""
-    run, number = (
-        cpu_library.op("softmax_cross_entropy_backward"),
-        cpu_library.REDUCTIONS[key.flag("reduction")],
-    )
+    run = cpu_library.op("softmax_cross_entropy_backward")
+    number = cpu_library.REDUCTIONS[key.flag("reduction")]
     ignore, smoothing = key.flag("ignore_index"), key.flag("label_smoothing")
     return lambda dloss, logits, target, lse, share: (
         run(dloss, logits, target, lse, ignore, smoothing, number, stores),
@@ -91,11 +85,5 @@ def build_backward(key: Key, stores: int) -> Launcher:
 
 cpu_register.add(SOFTMAX_CROSS_ENTROPY, "cpu.fused", build, supports, guess, __name__)
 cpu_register.add_stored(
-    SOFTMAX_CROSS_ENTROPY_BACKWARD,
-    "cpu.fused",
-    build_backward,
-    supports,
-    guess,
-    __name__,
-    output_backward,
-)
+    SOFTMAX_CROSS_ENTROPY_BACKWARD, "cpu.fused", build_backward, supports, guess, __name__, output_backward
+)  # fmt: skip

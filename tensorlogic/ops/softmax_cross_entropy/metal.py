@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...core.candidate import Config, Launcher
 from ...core.dtypes import DTYPES
@@ -155,7 +156,7 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
     stride, numbers = register.contiguous(shape), (s.rows, s.columns, s.ignore_index)
     save, smoothing = s.save, float(s.smoothing)
 
-    def launch(x: torch.Tensor, target: torch.Tensor) -> Any:
+    def launch(x: Tensor, target: Tensor) -> Any:
         loss = empty(shape, stride, dtype if each else torch.float32)
         lse = empty((s.rows,), (1,), torch.float32) if save else loss
         rows(x, target, loss, lse, numbers, smoothing)
@@ -191,13 +192,7 @@ def build_backward(s: Shape, config: Config, device: torch.device) -> Launcher:
     empty, dtype, stride = register.empty(device), DTYPES[s.dtype], register.contiguous(s.shape)
     numbers, smoothing = (s.rows, s.columns, s.ignore_index, grid[1] * high), float(s.smoothing)
 
-    def launch(
-        dloss: torch.Tensor,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        lse: torch.Tensor,
-        share: torch.Tensor,
-    ) -> Any:
+    def launch(dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, share: Tensor) -> Any:
         dx = empty(s.shape, stride, dtype)
         start(dloss, logits, target, lse, share, dx, numbers, smoothing)
         return (dx,)

@@ -14,46 +14,22 @@ REDUCTIONS = ("none", "mean", "sum")
 
 def _indices(m: Match) -> bool:
     logits, target = m.tensor("logits"), m.tensor("target")
-    return (
-        logits is not None
-        and target is not None
-        and logits.is_floating_point()
-        and target.dtype == torch.int64
-        and m.get("weight") is None
-        and logits.dim() in (1, 2)
-        and target.dim() == logits.dim() - 1
-    )
+    if logits is None or target is None or m.get("weight") is not None:
+        return False
+    typed = logits.is_floating_point() and target.dtype == torch.int64
+    return typed and logits.dim() in (1, 2) and target.dim() == logits.dim() - 1
 
 
 def _loss(m: Match, emit: Emit) -> Any:
-    return emit(
-        softmax_cross_entropy,
-        m["logits"],
-        m["target"],
-        m["ignore"],
-        m.get("smoothing", 0.0),
-        REDUCTIONS[m["reduction"]],
-    )
+    flags = (m["ignore"], m.get("smoothing", 0.0), REDUCTIONS[m["reduction"]])
+    return emit(softmax_cross_entropy, m["logits"], m["target"], *flags)
 
 
 COMMON = (Var("target"), Var("weight"), Var("reduction"), Var("ignore"))
-RULES = (
-    Rule(
-        "softmax_cross_entropy",
-        Call((aten.cross_entropy_loss.default,), (Var("logits"), *COMMON, Var("smoothing"))),
-        _loss,
-        _indices,
-    ),
-    *(
-        Rule(
-            "softmax_cross_entropy",
-            Call(
-                (aten.nll_loss.default, aten.nll_loss_nd.default),
-                (Call((aten.log_softmax.int,), (Var("logits"), dim)), *COMMON),
-            ),
-            _loss,
-            _indices,
-        )
-        for dim in (1, -1)
-    ),
+NAMED = Call((aten.cross_entropy_loss.default,), (Var("logits"), *COMMON, Var("smoothing")))
+LOGS = tuple(Call((aten.log_softmax.int,), (Var("logits"), dim)) for dim in (1, -1))
+LIKELIHOODS = (aten.nll_loss.default, aten.nll_loss_nd.default)
+RULES = tuple(
+    Rule("softmax_cross_entropy", pattern, _loss, _indices)
+    for pattern in (NAMED, *(Call(LIKELIHOODS, (logs, *COMMON)) for logs in LOGS))
 )

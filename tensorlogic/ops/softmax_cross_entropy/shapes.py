@@ -26,8 +26,7 @@ class Shape:
 
 def describe(key: Key) -> Shape | str:
     """Contiguous rows of logits with contiguous targets."""
-    logits, target = key.spec("logits"), key.spec("target")
-    assert logits is not None and target is not None
+    logits, target = key.present("logits"), key.present("target")
     reason = register.one_dtype(key, "logits")
     if reason is not None:
         return reason

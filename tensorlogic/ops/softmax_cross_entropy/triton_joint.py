@@ -44,14 +44,6 @@ def configs(s: Shape) -> list[dict[str, Any]]:
     return found
 
 
-def known(key: Key) -> Shape:
-    """The same of a key that is served."""
-    found = describe(key)
-    if isinstance(found, str):
-        raise ValueError(f"{key.text} is not served in one pass: {found}")
-    return found
-
-
 def forward(s: Shape, config: Config, device: torch.device) -> Launcher:
     """(logits, target) -> (loss, log-sum-exp and what its rounding took [2 rows], share of a row, prepared gradient, guess)."""
     what = (s.rows, s.columns, s.dtype, s.reduction, s.ignore_index, dict(config), device)
@@ -60,25 +52,13 @@ def forward(s: Shape, config: Config, device: torch.device) -> Launcher:
         if "AHEAD" in config
         else fused_backward.together_launcher(*what)
     )
-    empty, counters, dtype, f32 = (
-        register.empty(device),
-        scratch.counters,
-        DTYPES[s.dtype],
-        torch.float32,
-    )
+    empty, counters, dtype, f32 = register.empty(device), scratch.counters, DTYPES[s.dtype], torch.float32  # fmt: skip
     rows, shape, stride = s.rows, s.shape, register.contiguous(s.shape)
 
     def launch(x: Tensor, t: Tensor) -> Any:
-        part, lse, y = (
-            empty((rows,), (1,), f32),
-            empty((2 * rows,), (1,), f32),
-            empty((), (), dtype),
-        )
-        share, used, dx = (
-            empty((1,), (1,), f32),
-            empty((2,), (1,), WORDS),
-            empty(shape, stride, dtype),
-        )
+        part, lse = empty((rows,), (1,), f32), empty((2 * rows,), (1,), f32)
+        y, share = empty((), (), dtype), empty((1,), (1,), f32)
+        used, dx = empty((2,), (1,), WORDS), empty(shape, stride, dtype)
         counter = counters(device, 1, torch.int64)
         cell = counters(device, 2, WORDS, scratch.LASTING)
         if not start(x, t, part, lse, y, share, counter, cell, used, dx):
@@ -96,14 +76,8 @@ def settling(s: Shape, device: torch.device) -> Callable[..., Tensor]:
     dtype, stride = DTYPES[s.dtype], register.contiguous(s.shape)
 
     def settle(
-        dy: Tensor,
-        x: Tensor,
-        t: Tensor,
-        lse: Tensor,
-        share: Tensor,
-        dx: Tensor | None,
-        used: Tensor,
-    ) -> Tensor:
+        dy: Tensor, x: Tensor, t: Tensor, lse: Tensor, share: Tensor, dx: Tensor | None, used: Tensor
+    ) -> Tensor:  # fmt: skip
         if dx is None:  # handed out in an earlier backward pass
             out = torch.empty_strided(s.shape, stride, dtype=dtype, device=device)
             used = torch.zeros(2, dtype=WORDS, device=device)
@@ -136,30 +110,15 @@ def build(s: Shape, config: Config, device: torch.device) -> Launcher:
 
 def parts(key: Key, config: Config, device: torch.device) -> tuple[Launcher, Callable[..., Tensor]]:
     """Forward, replayed in C, and what settles its gradient."""
-    s = known(key)
+    s = describe(key)
+    if isinstance(s, str):
+        raise ValueError(f"{key.text} is not served in one pass: {s}")
     ahead = launch_plan.plan(SOFTMAX_CROSS_ENTROPY, key, device, forward(s, config, device))
     return ahead, settling(s, device)
 
 
-register.described(
-    TOGETHER,
-    "triton.together",
-    describe,
-    configs,
-    build,
-    (
-        fused_backward,
-        exact_exp,
-        shared_memory,
-        fused_backward_smem_kernel,
-        fused_backward_smem,
-        cross_entropy_rows,
-        ragged_rows,
-        softmax_rows,
-        contiguous_rows,
-        device_math,
-        shapes,
-        sys.modules[__name__],
-    ),
-    parts=parts,
-)
+_SOURCES = (
+    fused_backward, exact_exp, shared_memory, fused_backward_smem_kernel, fused_backward_smem, cross_entropy_rows,
+    ragged_rows, softmax_rows, contiguous_rows, device_math, shapes, sys.modules[__name__],
+)  # fmt: skip
+register.described(TOGETHER, "triton.together", describe, configs, build, _SOURCES, parts=parts)

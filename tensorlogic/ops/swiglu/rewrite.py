@@ -14,17 +14,12 @@ def _alike(m: Match) -> bool:
     return w is not None and v is not None and w.shape == v.shape
 
 
+GATE = Call((linear,), (X, Var("w"), Var("b"), None, "silu"))
+OTHER = Call((linear,), (X, Var("v"), Var("c")))
 RULES = (
     Rule(
         "swiglu",
-        Call(
-            (aten.mul.Tensor,),
-            (
-                Call((linear,), (X, Var("w"), Var("b"), None, "silu")),
-                Call((linear,), (X, Var("v"), Var("c"))),
-            ),
-            swap=True,
-        ),
+        Call((aten.mul.Tensor,), (GATE, OTHER), swap=True),
         lambda m, emit: emit(SWIGLU, *(m[n] for n in ("x", "w", "b", "v", "c"))),
         _alike,
     ),

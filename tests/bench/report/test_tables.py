@@ -18,7 +18,7 @@ from tools.docs import markdown_blocks, seed_figures
 
 from ...support.bench import (
     held,
-    made,  # the fixture
+    made,
 )
 from ...support.bench import tiny as tiny  # a fixture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import textwrap
 from pathlib import Path
@@ -59,15 +60,19 @@ def test_a_program_as_it_is(
     out = capsys.readouterr().out
     assert code == 0, out
     assert path.read_text() == before
-    assert "before -> after   the whole program" in out
+    assert re.search(r"^the whole program +\S.*x \[.*1 pairs of runs in turn$", out, re.MULTILINE)
     assert "a call of its modules" in out
     assert "outputs agree" in out
     assert "Sequential: " in out
     assert "addmm" in out
     assert "float16[128x128]" in out
-    assert "100 calls of batch" not in out  # 32 rows are no small request
-    assert (tmp_path / "tensorlogic.try.json").exists()
-    assert (tmp_path / "tensorlogic.lock.json").exists()
+    said = [line for line in out.splitlines() if line.startswith("written: ")]
+    assert [line.split(" ")[1] for line in said] == [
+        str(tmp_path / name) for name in ("tensorlogic.lock.json", "tensorlogic.try.json")
+    ]
+    assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {
+        "program.py", "tensorlogic.try.json", "tensorlogic.lock.json",
+    }  # fmt: skip
     assert len(list(lockfile.load_lockfile(Path("tensorlogic.lock.json")).plans())) > 0
 
 
@@ -179,7 +184,7 @@ def test_help_replaces_a_module_and_goes_away() -> None:
         for _ in range(2):
             with help:
                 torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
-    assert help.helped[0].name == "Sequential"
+    assert [h["name"] for h in help.helped] == ["Sequential"]
     assert help.seconds > 0
     assert type(model) is nn.Sequential
     from tensorlogic.cpu_overrides import enable
@@ -190,7 +195,7 @@ def test_help_replaces_a_module_and_goes_away() -> None:
 def test_the_verdict() -> None:
     gained = trial([2.0, 2.1, 2.0], [1.0, 1.0, 1.0], repair=True)
     text = "\n".join(screen.lines(gained))
-    assert "2.00x [2.00, 2.10], 3 pairs of runs" in text
+    assert re.search(r"2\.00x \[2\.00, 2\.10\] +3 pairs of runs", text)
     assert "TENSORLOGIC_ENABLE=1" in text
     even = trial([1.0, 1.1, 1.0], [1.0, 1.0, 1.1])
     assert "nothing beats what you have" in "\n".join(screen.lines(even))
@@ -265,12 +270,10 @@ def test_advice() -> None:
     watched = {
         "environment": ENVIRONMENT, "operations": 1000, "launch_us": 1.0, "fresh": 400.0, "quick_halves": True, "modules": [{"calls": 100}],
         "spent": [spent("_to_copy", 300), spent("relu", 200), spent("add", 500, bytes=8 << 20)],
-        "curve": [(1, 10.0), (8, 20.0)],
     }  # fmt: skip
     cold = {
         **watched,
         "operations": 1,
-        "curve": [],
     }  # watched calls take longer than those that were timed
     assert max(o.above_us for o in remedies.opportunities(cold, 1e-4)) <= 100
     found = remedies.opportunities(watched, 1.5e-3)
@@ -279,10 +282,8 @@ def test_advice() -> None:
     assert causes["conversion between dtypes or layouts"].above_us == 300
     assert causes["extra passes over memory"].above_us == 350
     assert causes["unpooled allocation"].above_us == 400  # what was spent bounds what can be saved
-    assert causes["many small requests"].gain == pytest.approx(4.0)
-    assert "up to batch 8" in causes["many small requests"].remedy
     assert [o.above_us for o in found] == sorted((o.above_us for o in found), reverse=True)
-    watched["curve"], watched["operations"] = [], 10
+    watched["operations"] = 10
     assert "launch cost" not in {o.cause.partition(":")[0] for o in remedies.opportunities(watched, 1.5e-3)}  # fmt: skip
     product, small = (
         spent("mm", us, calls=n, dtypes=["float32"]) for us, n in ((100, 1), (100, 50))

@@ -20,6 +20,7 @@ from ...support.native import (
     INF,
     NAN,  # the fixture
 )
+from ...support.native import ops as ops  # a fixture
 
 pytestmark = pytest.mark.skipif(
     cpu_library.available() is not None, reason=str(cpu_library.available())

@@ -22,7 +22,7 @@ from tensorlogic.kernels.gemm import bind
 
 from tensorlogic.kernels.elementwise import epilogue_pass  # isort: skip
 from tensorlogic.core.activations import activate  # isort: skip
-from tensorlogic.ops.linear import cublaslt_columns  # isort: skip
+from tensorlogic.ops.linear import cublaslt as linear_cublaslt  # isort: skip
 from tensorlogic.ops.linear_batch_norm_relu import cublaslt as linear_batch_norm_relu_cublaslt  # isort: skip
 from tensorlogic.core.key import Key  # isort: skip
 
@@ -135,16 +135,15 @@ def test_what_follows_a_product(kind: str, given: str, kept: bool) -> None:
 
 def launched(op: str, key: Key, *args: Any) -> tuple[Tensor, ...]:
     """What `cublaslt.columns` gives, its product by tiles of ours, whatever the size."""
-    plan = {"linear": cublaslt_columns, "linear_batch_norm_relu": linear_batch_norm_relu_cublaslt}[
-        op
-    ].describe(key)
+    columns = (linear_cublaslt if op == "linear" else linear_batch_norm_relu_cublaslt).columns
+    plan = columns(key, "cublaslt")
     assert not isinstance(plan, str), plan
     ours = [
         replace(p, engine="triton") if isinstance(p, bind.Product) else p for p in plan.products
     ]
     steps = tuple(step.aligned(2) for step in ours)
-    configs = [step.configs()[0] for step in steps]
-    return bind.launcher(OPS[op], replace(plan, products=steps), configs, DEVICE)(*args)  # type: ignore[return-value]
+    config = {"products": [step.configs()[0] for step in steps]}
+    return bind.launcher(OPS[op], replace(plan, products=steps), config, DEVICE)(*args)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
@@ -191,7 +190,7 @@ def test_what_a_bare_product_is_not_for() -> None:
 
     def said(dtype: str, bias: Any, activation: str) -> str:
         args = (rand(9, 20, dtype=dtype), rand(33, 20, dtype=dtype), bias, None, activation, False)
-        return str(cublaslt_columns.describe(op.key(args, "inference")))
+        return str(linear_cublaslt.columns(op.key(args, "inference"), "cublaslt"))
 
     assert "16-bit" in said("f16", rand(33), "silu")
     assert "nothing follows" in said("f32", None, "none")

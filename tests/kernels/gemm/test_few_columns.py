@@ -12,7 +12,7 @@ from ...support.triton import DEVICE
 
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.kernels.gemm import bind, tiled
+from tensorlogic.kernels.gemm import bind
 
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.gemm.spec import GemmSpec
@@ -87,7 +87,7 @@ def test_few_columns_compile_without_spilling() -> None:
     for n, more in zip((1, 2, 4), uses, strict=True):
         spec = GemmSpec(4096, n, k, row, Operand("f32", 1, k), Operand("f32", n, 1), **more)
         configs = bind.Product(spec, {}, {}).configs()
-        jobs += [tiled.gemm_jobs(spec, config, 90)[0] for config in configs[:: 2 if n > 1 else 1]]
+        jobs += [bind.gemm_jobs(spec, config, 90)[0] for config in configs[:: 2 if n > 1 else 1]]
     for answer in resources(jobs):
         assert isinstance(answer, launch.Resources), answer
         assert answer.stack == 0, answer

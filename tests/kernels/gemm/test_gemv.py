@@ -16,7 +16,7 @@ from ...support.triton import DEVICE
 import tensorlogic  # isort: skip
 from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
-from tensorlogic.kernels.gemm import gemv, tiled
+from tensorlogic.kernels.gemm import bind, gemv
 
 from tensorlogic.kernels.triton_runtime import launch  # isort: skip
 from tensorlogic.kernels.gemm.spec import GemmSpec
@@ -30,7 +30,7 @@ LAYOUT = "row column row"  # weights as torch keeps them
 
 @pytest.fixture
 def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "gemm_launcher", gemv.one_row_launcher)
+    monkeypatch.setattr(bind, "gemm_launcher", gemv.one_row_launcher)
 
 
 def configs(k: int, dtype: str = "f16") -> list[dict[str, Any]]:

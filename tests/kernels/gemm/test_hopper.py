@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorlogic.kernels.gemm import tiled
+from tensorlogic.kernels.gemm import bind
 
 from ...support.gemm import COLUMNWISE, RING, check, matrix, operand, specialised
 from ...support.triton import DEVICE, HOPPER
@@ -165,7 +165,7 @@ def test_specialised_compiles_without_spilling() -> None:
         ),
     ]
     jobs = [
-        tiled.gemm_jobs(s, config, 90)[0]
+        bind.gemm_jobs(s, config, 90)[0]
         for s in wanted
         for config in hopper.specialised_configs(s, 132)
     ]
@@ -181,7 +181,7 @@ def test_too_few_registers_are_said() -> None:
 
     n = 2048
     spec = GemmSpec(n, n, n, Operand("f16", n, 1), Operand("f16", 1, n), Operand("f16", n, 1))
-    job = tiled.gemm_jobs(spec, hopper.specialised_configs(spec, 132)[0], 90)[0]
+    job = bind.gemm_jobs(spec, hopper.specialised_configs(spec, 132)[0], 90)[0]
     (answer,) = resources([replace(job, registers=96)])
     assert isinstance(answer, str)
     assert "registers (96)" in answer

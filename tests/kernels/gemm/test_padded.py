@@ -19,10 +19,9 @@ from ...support.triton import randn as rand
 from tensorlogic.dispatch import candidate_loading  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.gemm.bind import Product  # isort: skip
-from tensorlogic.ops.linear import cublaslt
+from tensorlogic.ops.linear import triton
 
-from tensorlogic.ops.linear import triton  # isort: skip
-from tensorlogic.ops.matmul import cublaslt_backward  # isort: skip
+from tensorlogic.ops.matmul import cublaslt as matmul_cublaslt  # isort: skip
 from tensorlogic.kernels.gemm import padded
 from tensorlogic.kernels.triton_runtime import launch
 
@@ -160,7 +159,7 @@ def test_an_operand_is_copied_once() -> None:
 
 def test_odd_rows_are_stored_by_ours() -> None:
     """cuBLASLt takes several times as long as ours for a 16-bit output whose rows begin at odd places, and has the rest of a plan."""
-    describe = padded.padded(cublaslt.describe)
+    describe = padded.padded(partial(triton.describe, engine="cublaslt"))
 
     def engines(found: Any) -> list[str] | str:
         return found if isinstance(found, str) else [p.engine for p in found.products if isinstance(p, Product)]  # fmt: skip
@@ -175,7 +174,7 @@ def test_odd_rows_are_stored_by_ours() -> None:
         assert said == ([engine] if engine else "its rows are stored by another engine")
     args = (rand(333, 1001), rand(333, 768), rand(768, 1001), None, "none", "11")
     key = OPS["matmul_backward"].key(args, "backward")
-    found = padded.padded(partial(cublaslt_backward.describe, engine="cublaslt"))(key)
+    found = padded.padded(partial(matmul_cublaslt.backward, engine="cublaslt"))(key)
     assert engines(found) == ["cublaslt", "triton"]
 
 

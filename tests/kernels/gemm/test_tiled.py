@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 pytest.importorskip("triton")
-from tensorlogic.kernels.gemm import tiled
+from tensorlogic.kernels.gemm import bind, tiled
 from tensorlogic.kernels.gemm.spec import GemmSpec, Operand
 from tensorlogic.ops.common.dropout_rng import keep_mask
 
@@ -108,7 +108,7 @@ def test_inline_statistics_of_rows_far_from_zero() -> None:
         align=4,
     )
     y = torch.full_like(x, torch.nan)
-    tiled.gemm_launcher(spec, SMALL, DEVICE)(x, torch.eye(K, device=DEVICE), y, EPS)
+    bind.gemm_launcher(spec, SMALL, DEVICE)(x, torch.eye(K, device=DEVICE), y, EPS)
     torch.testing.assert_close(
         y.double(), F.layer_norm(x.double(), [K], eps=EPS), rtol=0, atol=2e-3
     )
@@ -140,7 +140,7 @@ def dropped(rows: int, columns: int) -> Tensor:
     )
     out, y = torch.full_like(x, torch.nan), torch.empty(rows, 1, device=DEVICE)
     seed = torch.tensor([SEED, OFFSET], device=DEVICE)
-    tiled.gemm_launcher(spec, SMALL, DEVICE)(
+    bind.gemm_launcher(spec, SMALL, DEVICE)(
         x, torch.ones(columns, 1, device=DEVICE), seed, y, out, P
     )
     torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 1 / (1 - P)))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...support.gemm import COLUMNWISE
 
-from tensorlogic.kernels.gemm import tiled  # isort: skip  (after the interpreter is asked for)
+from tensorlogic.kernels.gemm import bind, tiled  # isort: skip  (after the interpreter is asked for)
 from tensorlogic.kernels.gemm.spec import GemmSpec
 
 from tensorlogic.kernels.gemm.spec import Operand  # isort: skip
@@ -62,7 +62,7 @@ def test_deep_pipelines_compile_without_spilling() -> None:
     for m in (16, 64):
         row = Operand("f16", 4096, 1)
         spec = GemmSpec(m, 4096, 4096, row, Operand("f16", 1, 4096), row, bias="f16", activation="gelu", outer="residual", residual=row)  # fmt: skip
-        jobs += [j for c in tiled._deep(m, 4096, 4096, 2) for j in tiled.gemm_jobs(spec, c, 90)]
+        jobs += [j for c in tiled._deep(m, 4096, 4096, 2) for j in bind.gemm_jobs(spec, c, 90)]
     assert len(jobs) == 5
     for job, answer in zip(jobs, resources(jobs), strict=True):
         assert isinstance(answer, launch.Resources), answer
@@ -73,7 +73,7 @@ def test_compiles_for_every_architecture_without_spilling() -> None:
     from tensorlogic.kernels.triton_runtime import launch
 
     jobs = {
-        (name, sm): tiled.gemm_jobs(spec, config, sm)[0]
+        (name, sm): bind.gemm_jobs(spec, config, sm)[0]
         for name, (spec, config) in compiled_specs().items()
         for sm in (80, 90, 100)
     }

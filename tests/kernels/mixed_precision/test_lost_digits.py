@@ -21,7 +21,7 @@ from tensorlogic.dispatch import candidate_loading  # isort: skip
 from tensorlogic.core import activations as core_activations
 from tensorlogic.kernels.gemm import spec as gemm_spec
 
-from tensorlogic.kernels.gemm import tiled  # isort: skip
+from tensorlogic.kernels.gemm import bind  # isort: skip
 from tensorlogic.kernels.elementwise import elementwise as elementwise_elementwise  # isort: skip
 
 FLAT = {"strategy": "flat", "BLOCK": 64, "stream": False, "num_warps": 4}
@@ -111,7 +111,7 @@ def test_long_float32_sums_are_summed_by_tiles() -> None:
         gemm_spec.Operand("f32", n, 1),
     )
     config = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "GROUP_M": 8, "SPLIT": 1, "num_warps": 4, "num_stages": 2}  # fmt: skip
-    assert tiled.gemm_launcher(spec, config, DEVICE)(x, w, y)
+    assert bind.gemm_launcher(spec, config, DEVICE)(x, w, y)
     want = x.double() @ w.double()
     assert (y.double() - want).norm() <= 6e-7 * want.norm()
 

@@ -192,7 +192,7 @@ def statistics(z: Tensor, config: dict[str, Any]) -> tuple[Tensor, Tensor]:
     space, counters = column_passes.backward_space(n, 2, config)
     room = torch.full((space,), float("nan"), device=DEVICE)
     counter = torch.zeros(counters, device=DEVICE, dtype=torch.int32)
-    run = norm_batch_norm.launcher(
+    run = column_passes.launcher(
         norm_batch_norm.batch_statistics_columns, m, n, dtypes, config, DEVICE, 4, ("eps",)
     )
     made = []
@@ -310,7 +310,7 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
             for config in configs[:most]:
 
                 def build(kernel: Any = kernel, dtypes: Any = dtypes, config: Any = config, m: int = m, n: int = n) -> object:  # fmt: skip
-                    return norm_batch_norm.launcher(
+                    return column_passes.launcher(
                         kernel, m, n, dtypes, config, cuda, 16, numbers(kernel)
                     )
 

@@ -46,13 +46,13 @@ def batch_norms_held(dtype: str, align: int) -> None:
     takes = names | {"mean": "f32", "rstd": "f32"}
     for rows, columns in ((64, 64), (16, 99)):
         for config in norm_batch_norm.held_configs(rows, columns, "fwd")[:2]:
-            norm_batch_norm.launcher(norm_batch_norm.batch_norm_relu_fwd_held, rows, columns, takes, config, ANY, align, ("eps", "momentum"))  # fmt: skip
+            column_passes.launcher(norm_batch_norm.batch_norm_relu_fwd_held, rows, columns, takes, config, ANY, align, ("eps", "momentum"))  # fmt: skip
 
 
 def batch_statistics(dtype: str, align: int) -> None:
     for rows, columns in ((300, 64), (32, 1000)):
         for config in column_passes.backward_configs(rows, columns, 132)[:2]:
-            norm_batch_norm.launcher(norm_batch_norm.batch_statistics_columns, rows, columns, {"z": dtype, **STATISTICS}, config, ANY, align, ("eps",))  # fmt: skip
+            column_passes.launcher(norm_batch_norm.batch_statistics_columns, rows, columns, {"z": dtype, **STATISTICS}, config, ANY, align, ("eps",))  # fmt: skip
 
 
 def group_norms(dtype: str, align: int) -> None:

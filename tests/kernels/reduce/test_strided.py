@@ -24,10 +24,8 @@ from tensorlogic.system.compile_pool import CompileFailure  # isort: skip
 from tensorlogic.core.op import OPS  # isort: skip
 from tensorlogic.kernels.triton_runtime import launch as triton_runtime_launch  # isort: skip
 from tensorlogic.kernels.reduce import strided as reduce_strided  # isort: skip
-from tensorlogic.ops.reduce import shapes, triton
-
-from tensorlogic.ops.reduce import triton_one_wave  # isort: skip
 from tensorlogic.core.key import Key
+from tensorlogic.ops.reduce import shapes, triton
 
 from tensorlogic.core.key import TensorSpec  # isort: skip
 from ...support.compiled import resources  # isort: skip
@@ -58,7 +56,7 @@ def check(kind: str, x: Tensor, dim: tuple[int, ...], config: dict[str, Any]) ->
     """Right, twice on the same counters."""
     s, dtype = described(kind, x, dim), str(x.dtype)
     name = next(n for n, t in TORCH.items() if t == x.dtype)
-    start, (partials, count) = triton._strided(s, config, DEVICE)
+    start, (partials, count), *_ = triton.blocks(s, config, DEVICE)
     partial = torch.full((max(partials, 1),), float("nan"))
     counter = torch.zeros(max(count, 1), dtype=torch.int32)
     want = OPS[kind].reference(x.double(), dim, False, False)[0]
@@ -111,7 +109,7 @@ def test_any_strides(name: str, dtype: str) -> None:
         s = described(kind, x, dim)
         assert s.view is not None
         several = along if s.view.along else small
-        check(kind, x, dim, triton.configs(s)[0] if known else several)
+        check(kind, x, dim, triton.blocks_configs(s)[0] if known else several)
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "sum"])
@@ -121,7 +119,7 @@ def test_nan_and_infinity_win(kind: str, name: str) -> None:
     for special in (float("nan"), float("inf"), float("-inf")):
         x = among(rand(*shape, dtype="f16"), made)
         x[-1, -1] = x[2, 0] = special
-        for config in triton.configs(described(kind, x, dim))[:2]:
+        for config in triton.blocks_configs(described(kind, x, dim))[:2]:
             check(kind, x, dim, config)
 
 
@@ -227,9 +225,8 @@ def test_a_configuration_of_polled_or_spun_reductions_of_another_size() -> None:
                 assert got is not None
                 assert torch.equal(got[0], x.amin()), (id, config)
     s = described("sum", torch.empty(2**20, dtype=torch.float16), (0,))
-    assert triton_one_wave.build(
-        s, {"BLOCK": 512, "num_warps": 4}, DEVICE
-    )  # more parts than it has
+    few = {"BLOCK": 512, "num_warps": 4}  # more parts than it has
+    assert triton.build(triton.whole, s, few, DEVICE)
 
 
 @pytest.mark.parametrize("strategy", ["polled", "split", "rows", "along", "across"])
@@ -237,11 +234,11 @@ def test_what_does_not_fit_is_refused(strategy: str) -> None:
     config = {"strategy": strategy, "parts": 1, "last": False, "num_warps": 4, "BLOCK": 64, "BLOCK_R": 4, "BLOCK_C": 64, "BLOCK_K": 4}  # fmt: skip
     s = described("sum", rand(6, 40), (0,))
     with pytest.raises(CompileFailure):
-        triton.build(s, config, DEVICE)
+        triton.build(triton.blocks, s, config, DEVICE)
     s = described("sum", rand(6, 40)[:, :30], (0,))
     if strategy != "across":
         with pytest.raises(CompileFailure, match="'across' is required"):
-            triton.build(s, config, DEVICE)
+            triton.build(triton.blocks, s, config, DEVICE)
 
 
 def spec(shape: tuple[int, ...], dtype: str, pad: int, step: int) -> TensorSpec:
@@ -274,11 +271,14 @@ def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
         key = Key(kind, (spec(shape, dtype, pad, step),), ("x",), flags, "cuda", "inference")
         s = shapes.describe_any(key)
         assert isinstance(s, shapes.Shape)
-        own = triton.configs(s)
+        own = triton.blocks_configs(s)
         for sm in (80, 90, 100) if at < 2 or at == 4 else (90,):
             monkeypatch.setattr(triton_runtime_launch, "_capability", lambda device, sm=sm: sm)
             for config in own if sm == 90 else own[:2]:
-                made = triton_runtime_launch.collect(lambda: triton.build(s, config, cuda), cuda)  # noqa: B023  (called at once)
+                made = triton_runtime_launch.collect(
+                    lambda: triton.build(triton.blocks, s, config, cuda),  # noqa: B023  (called at once)
+                    cuda,
+                )
                 jobs |= dict.fromkeys(made, (key.text, config))
     kernels = {job.kernel for job in jobs}
     assert kernels >= {"reduce_along", "reduce_across", "reduce_columns", "reduce_rows"}
@@ -311,11 +311,11 @@ def test_sums_over_columns_are_no_longer_chains_than_stay_exact() -> None:
         chains = [rows / (c["parts"] * c["BLOCK_R"]) for c in (*tiles[1:], *twice)]
         assert max(chains, default=0) <= reduce_strided.CHAIN, (rows, columns, dtype, tiles, twice)
     s = shapes.Shape("sum", "f16", 1, 5183, 320, (320,), 16)
-    assert {c["parts"] for c in triton.configs(s) if not c["last"]} == {41, 26}
+    assert {c["parts"] for c in triton.blocks_configs(s) if not c["last"]} == {41, 26}
     for small in ((31, 2), (24, 3), (200, 17)):
-        known = triton.configs(shapes.Shape("sum", "f16", 1, *small, small[1:], 16))
+        known = triton.blocks_configs(shapes.Shape("sum", "f16", 1, *small, small[1:], 16))
         assert all(c not in known[:i] for i, c in enumerate(known))
     for dtype, line in (("f16", 128), ("f32", 64)):  # of many columns also by lines of 256 bytes
         s = shapes.Shape("sum", dtype, 8, 2045, 24 * line, (24 * line,), 16)
         wide = {"strategy": "columns", "parts": 2, "last": False, "BLOCK_R": 64, "BLOCK_C": line}
-        assert {**wide, "num_warps": 4} in triton.configs(s)
+        assert {**wide, "num_warps": 4} in triton.blocks_configs(s)

@@ -142,7 +142,8 @@ def stand_in() -> Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Launchers for the CPU go to the stand-in, as those for a GPU would to its driver."""
     standin = stand_in()
-    monkeypatch.setattr(cuda_driver, "driver", lambda device: standin.driver)
+    for owner in (cuda_driver, launch_plan):
+        monkeypatch.setattr(owner, "driver", lambda device: standin.driver)
     monkeypatch.setattr(launch_plan, "_index", lambda device: device.index or 0)
     stream = lambda index: 0x700 + index  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)

@@ -123,7 +123,7 @@ def unedited(module: str, text: str) -> str:
 
 def prepare(
     kernel: Any, *, grid: tuple[int, int, int], pointers: Mapping[str, str], integers: Mapping[str, int],
-    floats: Sequence[str], constexprs: Mapping[str, Any], num_warps: int, num_stages: int, device: torch.device,
+    floats: Sequence[str] = (), constexprs: Mapping[str, Any], num_warps: int, num_stages: int = 1, device: torch.device,
     align: int = 16, longs: Sequence[str] = (), tiled: Mapping[str, Any] | None = None, registers: int = 0,
     edit: Callable[[str, str], str] = unedited,
 ) -> Callable[..., bool]:  # fmt: skip

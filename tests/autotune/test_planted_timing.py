@@ -23,6 +23,7 @@ from ..support.plans import (
     inputs,
     reasons,
 )
+from ..support.plans import install as install  # a fixture
 
 
 @pytest.fixture

@@ -347,17 +347,17 @@ def sanitized_tests() -> int:
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
     tests = [
-        str(ROOT / "tests" / f"test_{name}.py")
+        str(ROOT / "tests" / f"{name}.py")
         for name in (
-            "native",
-            "native_rows",
-            "native_products",
-            "native_tiles",
-            "calls",
-            "compiled_launch",
-            "compiled_fronts",
-            "pool",
-            "placement",
+            "native/test_cpu_library",
+            "kernels/cpu/test_rows",
+            "kernels/cpu/test_gemm",
+            "kernels/cpu/test_amx_tiles",
+            "native/test_call_extension",
+            "kernels/triton_runtime/test_launch_plan",
+            "dispatch/test_fast_path_c",
+            "memory/test_pool",
+            "device_placement/test_placement",
         )
     ]
     return subprocess.run(

@@ -3,7 +3,7 @@
     python tools/planted.py                    # all kernels: a table, 20 minutes on two cores
     python tools/planted.py reduce_spun        # these
 
-Needs no GPU: kernels run in Triton's interpreter or on the stand-in for Gluon (`tests/gluon/`), and are compiled for sm_90. The off-by-one
+Needs no GPU: kernels run in Triton's interpreter or on the stand-in for Gluon (`tests/support/gluon/`), and are compiled for sm_90. The off-by-one
 is one row, column, step or element too few or too many, in the kernel or in a function that it calls. The spill is 65,536 numbers that
 come to be in the kernel's first line and are used in its last: 512 registers a thread of 4 warps. What must fail are the tests of TESTS, whose
 first failure is named; all of them pass unedited, which is checked first. Ends with 1 where a plant is not noticed.
@@ -25,61 +25,75 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KERNELS = "tensorlogic/ops/common"
+KERNELS = "tensorlogic/kernels"
 SPILL = 65536  # numbers that live from the first line to the last
 
-ROWS, ROWS_COMPILE = "test_triton_rows.py::test", "test_triton_rows_compile.py"
-COLUMNS, LOSS = "test_triton_columns.py", "test_triton_together.py"
-PLANES, BYTES, MEND = "test_precision_kernels.py", "test_precision_bytes.py", "test_precision_mend.py"  # fmt: skip
-GLUON = "test_gluon.py::test"
+ROWS, ROWS_COMPILE = "test_row_kernels.py::test", "test_row_kernels_compile.py"
+COLUMNS, LOSS = "elementwise/test_column_passes.py", "cross_entropy/test_fused_backward.py"
+PLANES = "mixed_precision/test_planes_and_guards.py"
+GLUON = "test_gluon_standin.py::test"
 TESTS: dict[str, tuple[str, str]] = {  # what a module's kernels run in, and what compiles them
-    "batch_norm": ("test_triton_batch_norm.py", "test_triton_batch_norm.py"),
-    "bytes": (BYTES, BYTES),
-    "columns": (COLUMNS, ROWS_COMPILE),
-    "cross_entropy": (f"{ROWS}_cross_entropy {ROWS}_cross_entropy_of_special_rows", ROWS_COMPILE),
-    "cross_entropy_ahead": ("test_triton_ahead.py", "test_triton_ahead.py"),
-    "cross_entropy_held": (f"{GLUON}_losses", LOSS),
-    "cross_entropy_together": (LOSS, LOSS),
-    "dropout": (f"{COLUMNS}::test_dropout_alone", ROWS_COMPILE),
-    "elementwise": (f"{ROWS}_elementwise_forward {ROWS}_elementwise_backward", ROWS_COMPILE),
-    "extreme": ("test_triton_extreme.py", "test_triton_extreme.py"),
-    "finish": ("test_triton_products.py", ROWS_COMPILE),
-    "gemm": ("test_triton_gemm.py", "test_triton_gemm_compile.py"),
-    "group_norm": ("test_group_norm.py", "test_group_norm.py"),
-    "halves": (PLANES, PLANES),
-    "layer_norm": (f"{ROWS}_layer_norm", ROWS_COMPILE),
-    "lines": (PLANES, PLANES),
-    "marked": ("test_triton_marked.py", "test_triton_marked.py"),
-    "mend": (MEND, PLANES),
-    "mixed": (f"{GLUON}_rounded", "test_triton_mixed.py"),
-    "one_row": ("test_triton_one_row.py", "test_triton_one_row.py"),
-    "padding": ("test_triton_padding.py", "test_triton_padding.py"),
-    "placed": ("test_triton_placed.py", "test_triton_placed.py"),
-    "reduce": (f"{ROWS}_reduce {ROWS}_reduce_product_of_columns {COLUMNS}", ROWS_COMPILE),
-    "reduce_abreast": ("test_triton_reduce_abreast.py", "test_triton_reduce_abreast.py"),
-    "reduce_groups": ("test_triton_reduce_groups.py", "test_triton_reduce_groups.py"),
-    "reduce_shares": ("test_triton_reduce_shares.py", "test_triton_reduce_shares.py"),
-    "reduce_strided": ("test_triton_reduce_strided.py", "test_triton_reduce_strided.py"),
-    "rows": (f"{ROWS}_softmax", ROWS_COMPILE),
-    "scores": ("test_triton_scores.py", ROWS_COMPILE),
-    "scores_direct": (f"{GLUON}_scores", "test_triton_scores_direct.py"),
-    "scores_rows": ("test_triton_scores_rows.py", "test_triton_scores_rows.py"),
-    "shared_gradients": (
-        "test_triton_shared_gradients.py::test_gradients",
-        "test_triton_shared_gradients.py",
+    "attention_scores/after_gemm": ("attention_scores/test_after_gemm.py",) * 2,
+    "attention_scores/hopper_register_store": (
+        f"{GLUON}_scores",
+        "attention_scores/test_register_store.py",
     ),
-    "softmax": ("test_triton_softmax.py", "test_triton_softmax.py"),
-    "softmax_groups": ("test_triton_softmax_groups.py", "test_triton_softmax_groups.py"),
-    "softmax_held": (
+    "attention_scores/hopper_resident_k": (
+        f"{GLUON}_scores",
+        "attention_scores/test_resident_k.py",
+    ),
+    "attention_scores/recompute": ("attention_scores/test_recompute.py", ROWS_COMPILE),
+    "cross_entropy/fused_backward": (LOSS, LOSS),
+    "cross_entropy/fused_backward_smem_kernel": (f"{GLUON}_losses", LOSS),
+    "cross_entropy/prefetch": ("cross_entropy/test_prefetch.py",) * 2,
+    "cross_entropy/rows": (
+        f"{ROWS}_cross_entropy {ROWS}_cross_entropy_of_special_rows",
+        ROWS_COMPILE,
+    ),
+    "elementwise/broadcast_grad": (
+        "elementwise/test_broadcast_grad.py::test_gradients",
+        "elementwise/test_broadcast_grad.py",
+    ),
+    "elementwise/column_passes": (COLUMNS, ROWS_COMPILE),
+    "elementwise/dropout": (f"{COLUMNS}::test_dropout_alone", ROWS_COMPILE),
+    "elementwise/elementwise": (
+        f"{ROWS}_elementwise_forward {ROWS}_elementwise_backward",
+        ROWS_COMPILE,
+    ),
+    "elementwise/epilogue_pass": ("gemm/test_backward_products.py", ROWS_COMPILE),
+    "elementwise/relu_mask": ("elementwise/test_relu_mask.py",) * 2,
+    "gemm/gemv_kernel": ("gemm/test_gemv.py",) * 2,
+    "gemm/hopper_kernel": (f"{GLUON}_products", "gemm/test_hopper.py"),
+    "gemm/padding_kernel": ("gemm/test_padded.py",) * 2,
+    "gemm/tiled_kernel": ("gemm/test_tiled.py", "gemm/test_tiled_compile.py"),
+    "mixed_precision/f64_gemm_kernel": (f"{GLUON}_widened", "mixed_precision/test_f64_gemm.py"),
+    "mixed_precision/guard_recompute": ("mixed_precision/test_guard_recompute.py", PLANES),
+    "mixed_precision/line_max": (PLANES, PLANES),
+    "mixed_precision/scaled_f16": (PLANES, PLANES),
+    "mixed_precision/split_planes": (PLANES, PLANES),
+    "norm/batch_norm": ("norm/test_batch_norm.py",) * 2,
+    "norm/group_norm": ("norm/test_group_norm.py",) * 2,
+    "norm/layer_norm": (f"{ROWS}_layer_norm", ROWS_COMPILE),
+    "reduce/contiguous": (
+        f"{ROWS}_reduce {ROWS}_reduce_product_of_columns {COLUMNS}",
+        ROWS_COMPILE,
+    ),
+    "reduce/extreme_grad": ("reduce/test_extreme_grad.py",) * 2,
+    "reduce/extreme_index": ("reduce/test_extreme_index.py",) * 2,
+    "reduce/one_wave": ("reduce/test_one_wave.py",) * 2,
+    "reduce/packed_rows": ("reduce/test_packed_rows.py",) * 2,
+    "reduce/ragged": ("reduce/test_ragged.py",) * 2,
+    "reduce/split": ("reduce/test_split.py",) * 2,
+    "reduce/strided": ("reduce/test_strided.py",) * 2,
+    "softmax/ragged": ("softmax/test_ragged.py",) * 2,
+    "softmax/rows": (f"{ROWS}_softmax", ROWS_COMPILE),
+    "softmax/smem_kernel": (
         f"{GLUON}_softmax_of_rows_that_are_held {GLUON}_softmax_gradients_of_rows_that_are_held",
-        "test_triton_softmax_held.py",
+        "softmax/test_smem.py",
     ),
-    "softmax_shares": ("test_triton_softmax_shares.py", "test_triton_softmax_shares.py"),
-    "softmax_parts": ("test_triton_softmax_parts.py", "test_triton_softmax_parts.py"),
-    "specialised": (f"{GLUON}_products", "test_triton_specialised.py"),
-    "spins": ("test_triton_spins.py", "test_triton_spins.py"),
-    "split": (PLANES, PLANES),
-    "widened": (f"{GLUON}_widened", "test_triton_widened.py"),
+    "softmax/split": ("softmax/test_split.py",) * 2,
+    "softmax/strided": ("softmax/test_strided.py",) * 2,
+    "softmax/strided_split": ("softmax/test_strided_split.py",) * 2,
 }
 
 
@@ -182,6 +196,7 @@ OFF_BY_ONE = {
     "softmax_bwd_joined": Off("part_of(C, SPAN)", "part_of(C + 1, SPAN)"),
     "attention_scores_fwd": Off("keep = (col < T)", "keep = (col < T - 1)", "score_tile"),
     "attention_scores_direct": Off("% groups * M, S - M)", "% groups * M, S - M + 1)", "placed"),
+    "attention_scores_kept": Off("y_ptr + LAST * (2 * N)", "y_ptr + LAST * (2 * N) + 1"),
     "gemm_specialised": Off("rn = at_n +", "rn = 1 + at_n +", "multiply"),
     "reduce_spun": Off("left < N", "left < N - 1"),
     "split_planes": Off("(cols < C)", "(cols < C - 1)", "write_planes"),
@@ -205,11 +220,12 @@ def kernels(root: Path = ROOT) -> dict[str, str]:
     """The kernels that are launched, which no other calls: their names and modules, as TESTS names these."""
     defined: dict[str, str] = {}
     called: set[str] = set()
-    for path in sorted((root / KERNELS).glob("triton_*.py")):
+    folder = root / KERNELS
+    for path in sorted(folder.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if jit(node):
                 assert isinstance(node, ast.FunctionDef)
-                defined[node.name] = path.stem.removeprefix("triton_")
+                defined[node.name] = str(path.relative_to(folder).with_suffix(""))
                 called |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - {node.name}
     return {name: module for name, module in defined.items() if name not in called}
 
@@ -272,7 +288,7 @@ def noticed(root: Path, tests: str, only: str, kernel: str = "") -> tuple[bool, 
     it found spilt; seconds."""
     begun = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-k", only]  # fmt: skip
-    command += [str(Path("tests", name)) for name in tests.split()]
+    command += [str(Path("tests/kernels", name)) for name in tests.split()]
     if kernel:
         (root / "alone.py").write_text(ALONE.format(kernel=kernel))
         command += ["-p", "alone"]
@@ -333,7 +349,7 @@ def table(root: Path, chosen: dict[str, str], plants: Sequence[str], trusted: bo
                 if failed:
                     raise RuntimeError(f"{first} of {tests} fails before anything is planted")
                 sound.add((tests, only))
-            path = root / KERNELS / f"triton_{module}.py"
+            path = root / KERNELS / f"{module}.py"
             text = path.read_text()
             try:
                 path.write_text(edit(text, kernel))

@@ -34,8 +34,14 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # Errors of CUDA's API: not those that PyTorch and cuBLASLt meet and handle
 OPTIONS = {"memcheck": ("--report-api-errors", "explicit")}
-APART = ("launch",)  # starts no kernel that is checked
-OTHERS = ("precision_kernels", "precision_bytes", "precision_mend", "group_norm")
+TESTS = ROOT / "tests" / "kernels"
+OTHER_DEVICES = ("cpu", "metal")  # folders
+# No kernel of ours is launched on the GPU
+APART = ("test_gluon_standin", "gemm/test_cublaslt", "gemm/test_few_columns")
+APART += tuple(
+    f"triton_runtime/test_{name}"
+    for name in ("interpreter", "launch", "launch_plan", "launch_plan_device", "scratch")
+)
 NAMED = re.compile(r"(?:Race reported between \w+ access|^=+ +) ?at (?:void )?([\w:]+)", re.M)
 SUMMARY = re.compile(
     r"SUMMARY: (?:(\d+) hazards? displayed|(\d+) errors? were not printed|(\d+) errors?)"
@@ -75,30 +81,41 @@ class Place:
 
 def kernel_tests() -> list[Path]:
     """Test files that start kernels, largest first."""
-    found = [
-        p for p in (ROOT / "tests").glob("test_triton_*.py") if not p.stem.endswith("_compile")
+    found = {
+        str(path.relative_to(TESTS).with_suffix("")): path for path in TESTS.rglob("test_*.py")
+    }
+    taken = [
+        path
+        for name, path in found.items()
+        if path.parent.name not in OTHER_DEVICES
+        and not name.endswith("_compile")
+        and name not in APART
     ]
-    found = [p for p in found if p.stem.removeprefix("test_triton_") not in APART]
-    found += [ROOT / "tests" / f"test_{name}.py" for name in OTHERS]
-    return sorted(found, key=lambda path: -path.stat().st_size)
+    return sorted(taken, key=lambda path: -path.stat().st_size)
+
+
+def name_of(path: Path) -> str:
+    """A test file's name in the table: its path in tests/ without the ending; its name alone where it lies elsewhere."""
+    tests = ROOT / "tests"
+    return str(path.relative_to(tests).with_suffix("")) if tests in path.parents else path.stem
 
 
 def collected(what: Sequence[str], part: str) -> dict[str, list[str]]:
     """Tests of each file, by its name, as pytest finds them; in the order of what was asked for."""
-    command = [*PYTEST, "--collect-only", "-q", "-k", part, *what]
+    paths = [Path(name.split("::")[0]) for name in what]
+    root = os.path.commonpath([path.parent for path in paths])  # pytest names no file outside
+    command = [*PYTEST, "--rootdir", root, "--collect-only", "-q", "-k", part, *what]
     answer = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False
     )
     if answer.returncode not in (0, 5):  # 5: there is no such test
         raise SystemExit(f"pytest could not collect the tests:\n{answer.stdout}{answer.stderr}")
-    paths = {Path(name.split("::")[0]).stem: name.split("::")[0] for name in what}
-    found: dict[str, list[str]] = {name: [] for name in paths}
+    found: dict[str, list[str]] = {name_of(path): [] for path in paths}
     for line in answer.stdout.splitlines():
         path, colons, test = line.partition("::")
         if colons:
-            name = Path(path).stem
-            # pytest's own name is from whatever it takes for the root
-            found[name].append(f"{paths[name]}::{test}")
+            whole = Path(root, path)
+            found[name_of(whole)].append(f"{whole}::{test}")
     return found
 
 
@@ -266,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def one(what: tuple[str, str, Sequence[str], int]) -> None:
         tool, name, share, number = what
-        kept = given.reports and given.reports / f"{tool}-{name}-{number}.txt"
+        kept = given.reports and given.reports / f"{tool}-{name.replace('/', '.')}-{number}.txt"
         place = free.get()
         try:
             result = run(tool, share, until, place, kept)

@@ -1,6 +1,6 @@
 """Measures a grid of sizes on this GPU and writes the plans that are shipped for its model.
 
-python benchmarks/device/ship.py tensorlogic/shipped/nvidia-h200.json [--seconds 150] [--fresh] [--part 1/4] [--only OP ...] [--merge FILE ...]
+python benchmarks/device/ship.py tensorlogic/plans/shipped/nvidia-h200.json [--seconds 150] [--fresh] [--part 1/4] [--only OP ...] [--merge FILE ...]
 
 The grid is none of the benchmark's or of a model's: sizes between are served by the nearest plan. Squares, few rows and many,
 recorded (training) calls, rows of losses, scores, elements, reductions: in float16, whose plans serve bfloat16 too, and what is

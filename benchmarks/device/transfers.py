@@ -36,7 +36,7 @@ SIZES = tuple(n * MIB for n in (4, 16, 64, 256))
 WALKED = 512 * MIB  # bytes that transfers to the GPU walk through
 WORKERS = (1, 4, 7, 10, 13, 15)
 DEVICE = torch.device("cuda", 0)
-RULE = ("RINGS", "UNIT", "PATIENCE", "CHUNKS")  # of stager.py
+RULE = ("RINGS", "UNIT", "PATIENCE", "CHUNKS")  # of pinned_buffers.py
 USUAL = {name: getattr(pinned_buffers, name) for name in RULE}
 
 
@@ -148,7 +148,7 @@ def aside(walk: Iterator[Tensor], there: Tensor) -> dict[str, float]:
 
 
 def rules() -> Iterator[dict[str, Any]]:
-    """What is tried: constants of stager.py that differ, and of the rules that it times; {} is what it has found for itself."""
+    """What is tried: constants of pinned_buffers.py that differ, and of the rules that it times; {} is what it has found for itself."""
     yield {}
     for stores, workers in itertools.product(Stores, (7, 10, 13, 15)):
         yield {"workers": workers, "stores": stores}

@@ -27,8 +27,8 @@ def sanitize(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-RACE = """========= Error: Race reported between Write access at layer_norm_fwd_registers+0x45f0 in triton_layer_norm.py:38
-=========     and Write access at layer_norm_fwd_registers+0x45f0 in triton_layer_norm.py:38 [1 hazards]
+RACE = """========= Error: Race reported between Write access at layer_norm_fwd_registers+0x45f0 in layer_norm.py:38
+=========     and Write access at layer_norm_fwd_registers+0x45f0 in layer_norm.py:38 [1 hazards]
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 TEMPLATE = """tests/a.py::b ========= Error: Race reported between Read access at void at::native::reduce_kernel<(int)512, (int)1>(T3)+0xe800
@@ -38,7 +38,7 @@ tests/a.py::c PASSED [100%]
 ========= RACECHECK SUMMARY: 6 hazards displayed (6 errors, 0 warnings)
 """
 READ = """========= Uninitialized __global__ memory read of size 4 bytes
-=========     at look_at+0x15a0 in triton_split.py:121
+=========     at look_at+0x15a0 in split_planes.py:121
 ========= ERROR SUMMARY: 120732 errors were not printed. Use --print-limit option to adjust the number of printed errors
 """
 
@@ -91,10 +91,33 @@ def test_every_file_is_begun_before_the_second_share_of_any(sanitize: ModuleType
 
 
 def test_all_kernel_tests_are_run(sanitize: ModuleType) -> None:
-    names = {path.stem for path in sanitize.kernel_tests()}
-    assert {"test_triton_rows", "test_triton_batch_norm", "test_group_norm"} <= names
-    assert not {n for n in names if n.endswith("_compile")} | names & {"test_triton_launch"}
-    assert all(path.is_file() for path in sanitize.kernel_tests())
+    names = {sanitize.name_of(path) for path in sanitize.kernel_tests()}
+    taken = (
+        "test_row_kernels",
+        "norm/test_batch_norm",
+        "softmax/test_ragged",
+        "reduce/test_ragged",
+    )
+    assert {f"kernels/{name}" for name in taken} <= names
+    assert not {n for n in names if n.endswith("_compile") or "/cpu/" in n}
+    apart = {f"kernels/{name}" for name in sanitize.APART}
+    assert not apart & names
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in apart | names)
+
+
+def test_files_of_the_same_name_keep_their_tests(
+    sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [
+        ROOT / "tests" / "kernels" / folder / "test_ragged.py" for folder in ("softmax", "reduce")
+    ]
+    listed = "".join(f"{path.relative_to(path.parents[1])}::test_a\n" for path in files)
+    monkeypatch.setattr(
+        sanitize.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, listed, "")
+    )
+    assert sanitize.collected([str(path) for path in files], "") == {
+        f"kernels/{path.parent.name}/test_ragged": [f"{path}::test_a"] for path in files
+    }
 
 
 @pytest.fixture

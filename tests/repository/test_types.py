@@ -68,7 +68,7 @@ RIGHT = {  # an expression, and the end of its type's name
     "halved(x)": TENSOR,
     "forced(x, times=2)": TENSOR,
     'tensorlogic.policy(tune="off").__enter__()': "Policy",
-    'tensorlogic.precision("f32").__enter__()': "precision.precision",
+    'tensorlogic.precision("f32").__enter__()': "precision_policy.precision",
     'tensorlogic.placement("cpu").__enter__()': "Policy",
     "next(iter(tensorlogic.explain(tensorlogic.linear, x, w, activation='relu'))).rows[0][0]": "str",
     "tensorlogic.tune(plain, x).unfinished": "list[str]",

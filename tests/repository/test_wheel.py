@@ -37,9 +37,9 @@ def test_pure_without_libraries(tmp_path: Path) -> None:
     assert made.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(made).namelist()
     assert {"tensorlogic_enable.pth", "_tensorlogic_enable.py", "_tensorlogic_cli.py"} <= set(names)
-    assert {"tensorlogic/py.typed", "tensorlogic/bench/page.html.jinja"} <= set(names)
-    shipped = {path.name for path in (ROOT / "tensorlogic" / "shipped").glob("*.json")}
-    assert {f"tensorlogic/shipped/{name}" for name in shipped} <= set(names)
+    assert {"tensorlogic/py.typed", "tensorlogic/bench/report/page.html.jinja"} <= set(names)
+    shipped = {path.name for path in (ROOT / "tensorlogic" / "plans" / "shipped").glob("*.json")}
+    assert {f"tensorlogic/plans/shipped/{name}" for name in shipped} <= set(names)
     assert len(shipped) > 1
     assert "tensorlogic/plans/legacy_hashes.json" in names
     assert not [n for n in names if n.startswith(("tests/", "csrc/", "tools/"))]

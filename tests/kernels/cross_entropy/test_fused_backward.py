@@ -119,7 +119,7 @@ HELD = {"LANES": 32, "num_warps": 1, "per": 1, "KEPT": 2, "AHEAD": 2}
 
 
 @pytest.mark.skipif(
-    not register.bulk_copies(), reason="in Gluon for Hopper; on a CPU, test_gluon.py has it"
+    not register.bulk_copies(), reason="in Gluon for Hopper; on a CPU, test_gluon_standin.py has it"
 )
 @pytest.mark.parametrize(("columns", "config", "dtype", "reduction"), [
     (1000, HELD, "f16", "mean"), (1280, HELD, "bf16", "sum"), (504, HELD, "f32", "mean"),

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tensorlogic.autotune.ranking import Entrant, pick  # noqa: E402
+from tensorlogic.autotune.ranking import Contender, pick  # noqa: E402
 from tensorlogic.core.candidate import EAGER  # noqa: E402
 from tensorlogic.core.op import OPS, Op  # noqa: E402
 from tensorlogic.dispatch import candidate_loading  # noqa: E402
@@ -148,7 +148,7 @@ def chosen(plan: Plan, us: Mapping[str, float], op: Op) -> Evidence:
     valid = {id: e for id, e in rest.items() if op.candidates[id].source == e.source}
     rest = valid if EAGER in valid else rest
     final = [
-        Entrant(candidate, rest[id].config, lambda *_: None, rest[id].error, us[id])
+        Contender(candidate, rest[id].config, lambda *_: None, rest[id].error, us[id])
         for id, candidate in op.candidates.items()
         if id in rest
     ]

@@ -81,7 +81,7 @@ class Replayed:
         torch.cuda.synchronize(DEVICE)
         timer.give_back(DEVICE)
         recording = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
-        with capture_state.turn(), recording:
+        with capture_state.capture_lock(), recording:
             for i in range(count):
                 steps[i % len(steps)]()
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -97,7 +97,7 @@ class Replayed:
         return self.start.elapsed_time(self.end) / self.count * 1e3
 
     def close(self) -> None:
-        capture_state.bury(self, "graph")
+        capture_state.destroy_later(self, "graph")
 
 
 class Timed:

@@ -21,7 +21,7 @@ from ..native import call_extension
 from ..plans import open_stores
 from ..plans.environment import environment
 from ..system import capture_state, compile_pool, process
-from .tuner import Study
+from .tuner import KeyTuner
 
 LOG = logging.getLogger("tensorlogic")
 SHARE = 0.05
@@ -34,7 +34,7 @@ FADES = 0.9  # a step as announced makes the doubt smaller by this
 _WATCHES: dict[tuple[str, str], Watch] = {}
 MOST = 8192  # keys under watch
 _BUSY = threading.Lock()  # one study step at a time in the whole process
-process.new_in_children(globals(), _BUSY=threading.Lock)
+process.renew_after_fork(globals(), _BUSY=threading.Lock)
 
 
 def watch(op: Op, key: Key, device: torch.device) -> Watch | None:
@@ -61,7 +61,7 @@ class Watch:
         self.op, self.key, self.device = op, key, device
         self.calls, self.look_at, self.done = 0, 8, False
         self.call_s = self.used_s = self.next_s = 0.0
-        self.study: Study | None = None
+        self.study: KeyTuner | None = None
         self.steps: Iterator[float] | None = None
         if device.type == "cuda":  # whoever measures it next, kernels are compiled
             compile_pool.prepare()
@@ -109,7 +109,7 @@ class Watch:
         """Time this call; then, if the key has earned it, take one step."""
         begin = time.perf_counter()
         outs = launch(*dynamic)
-        if capture_state.measurable(self.device):
+        if capture_state.can_tune_now(self.device):
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             else:
@@ -142,7 +142,7 @@ class Watch:
             if self.steps is None:
                 about = self.op, self.key, self.device, environment(self.device)
                 known = open_stores.current(self.device).get(self.key)
-                self.study = Study(*about, known, budget_s=0.05, background=True)
+                self.study = KeyTuner(*about, known, budget_s=0.05, background=True)
                 self.steps = self.study.steps()
                 self.next_s = max(FIRST_STEP_S, 30 * self.call_s)
             elif compile_pool.ready(self.study.pending if self.study else ()):

@@ -23,7 +23,7 @@ LOOK_S = 0.05  # between two looks at the time
 
 
 @dataclass(frozen=True)
-class Turn:
+class PendingConfig:
     """A candidate with one of its configurations, and what has to be compiled for it."""
 
     candidate: Candidate
@@ -32,21 +32,21 @@ class Turn:
     rank: int  # 0: its best guess
 
 
-def listed(candidate: Candidate, key: Key, device: torch.device) -> list[Turn]:
+def listed(candidate: Candidate, key: Key, device: torch.device) -> list[PendingConfig]:
     """The candidate's configurations, best guess first. Raises whatever listing them does."""
     found = [
-        Turn(candidate, config, tuple(candidate.jobs(key, config, device)), rank)
+        PendingConfig(candidate, config, tuple(candidate.jobs(key, config, device)), rank)
         for rank, config in enumerate(candidate.configs(key))
     ]
     hash(tuple(turn.jobs for turn in found))  # what cannot be told apart or sent to a worker fails
     return found
 
 
-def likely(lists: Sequence[Sequence[Turn]], near: Plan) -> list[list[Turn]]:
+def likely(lists: Sequence[Sequence[PendingConfig]], near: Plan) -> list[list[PendingConfig]]:
     """The same with what won a key nearby before all best guesses; of a winner without that configuration here, its own first one."""
     winners = {(near.eager, _text(near.eager_config)), (near.captured, _text(near.captured_config))}
 
-    def ranked(own: Sequence[Turn]) -> list[Turn]:
+    def ranked(own: Sequence[PendingConfig]) -> list[PendingConfig]:
         won = [(turn.candidate.id, _text(turn.config)) in winners for turn in own]
         if not any(won) and own[0].candidate.id in (near.eager, near.captured):
             won[0] = True
@@ -61,7 +61,7 @@ def _text(config: Config) -> str:
     return json.dumps(config, sort_keys=True, default=str)
 
 
-def jobs(lists: Sequence[Sequence[Turn]]) -> list[Any]:
+def jobs(lists: Sequence[Sequence[PendingConfig]]) -> list[Any]:
     """What has to be compiled: every candidate's best guess before any second one."""
     ranks = itertools.zip_longest(*lists)
     return [job for rank in ranks for turn in rank if turn is not None for job in turn.jobs]
@@ -69,7 +69,7 @@ def jobs(lists: Sequence[Sequence[Turn]]) -> list[Any]:
 
 def kernels(op: Op, key: Key, device: torch.device, near: Plan | None = None) -> list[Any]:
     """Compile jobs of every candidate that may serve the key, for workers to begin with before its turn comes; what won `near` first."""
-    lists: list[list[Turn]] = []
+    lists: list[list[PendingConfig]] = []
     for candidate in op.known:
         if candidate.id == EAGER or candidate.unfit(key) is not None:
             continue
@@ -81,7 +81,7 @@ def kernels(op: Op, key: Key, device: torch.device, near: Plan | None = None) ->
     return jobs(lists if near is None else likely(lists, near))
 
 
-def arriving(late: list[Turn], until: float) -> Iterator[Turn]:
+def as_compiled(late: list[PendingConfig], until: float) -> Iterator[PendingConfig]:
     """What was not compiled, as it comes, best guesses first, taken out of `late`; when the time (`time.perf_counter`) is up, the rest stays there.
 
     The caller compiles while workers start or have enough to do, but begins nothing in the second half of its time.

@@ -11,12 +11,12 @@ from ..measure.isolation import preserved
 from ..plans import open_stores
 from ..plans.environment import environment
 from ..plans.plan import Plan
-from .tuner import PROMPT_S, Study
+from .tuner import PROMPT_S, KeyTuner
 
 
 def complete(op: Op, plan: Plan | None, key: Key) -> bool:
     """True when the plan's evidence covers every candidate that could serve the key, with today's sources, undisturbed and whole."""
-    if plan is None or plan.doubtful or plan.unfinished:
+    if plan is None or plan.disturbed or plan.incomplete:
         return False
     known = {(e.candidate, e.source) for e in plan.evidence}
     return all((c.id, c.source) in known for c in op.known if c.unfit(key) is None)
@@ -37,7 +37,7 @@ def measured(
     if complete(op, plan, key):
         return plan
     near, here = neighbour(op, key, device), environment(device)
-    study = Study(op, key, device, here, plan, budget_s, prompt_s=prompt_s, near=near)
+    study = KeyTuner(op, key, device, here, plan, budget_s, prompt_s=prompt_s, near=near)
     with preserved(device, op):
         fresh = study.run()
     if fresh is not None:

@@ -1,7 +1,7 @@
 """Forward and backward of one op behind one another: whether the two that are fastest alone are the fastest pair.
 
 Kernels of ours begin while those of ours before them end; behind and before PyTorch's they wait. So two that tie with PyTorch's one by
-one may win together, and one of ours beside one of PyTorch's may lose (`measure.foreign`).
+one may win together, and one of ours beside one of PyTorch's may lose (`timer.vendor_gap_filler`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ NEAR_BEST = 1.25  # of one more accurate, what a first look may overstate
 
 
 @dataclass
-class Entrant:
+class Contender:
     """A candidate with one of its configurations, checked and roughly timed."""
 
     candidate: Candidate
@@ -32,12 +32,12 @@ class Entrant:
         return self.rough_us + self.then_us
 
 
-def clocks_of(entrants: Sequence[Entrant]) -> set[Probe]:
+def clocks_of(entrants: Sequence[Contender]) -> set[Probe]:
     """The clocks that say when some of them are disturbed."""
     return {e.candidate.clock for e in entrants if e.candidate.clock is not None}
 
 
-def nearest(rest: Sequence[Entrant], key: Key) -> list[Entrant]:
+def nearest(rest: Sequence[Contender], key: Key) -> list[Contender]:
     """The fastest few of a first look, fastest first; where an error budget is still to choose, of every accuracy."""
     if key.precision != "adaptive":
         return [*rest[:FINALISTS]]
@@ -46,7 +46,7 @@ def nearest(rest: Sequence[Entrant], key: Key) -> list[Entrant]:
     return [e for e, us in zip(rest, best, strict=True) if e.rough_us <= NEAR_BEST * us]
 
 
-def pick(final: Sequence[Entrant], times: Mapping[str, float], key: Key, kind: str) -> Entrant:
+def pick(final: Sequence[Contender], times: Mapping[str, float], key: Key, kind: str) -> Contender:
     """Eager unless beaten by the tolerance; of equals that beat it ours, the last registered (the most special) first."""
     eager = next(e for e in final if e.candidate.id == EAGER)
     barred = len(final) > 1 and copying(key)
@@ -70,7 +70,9 @@ def copying(key: Key) -> bool:
     return key.precision == "f32" and any(t and t.dtype not in wide for t in key.tensors)
 
 
-def measured(e: Entrant, device_us: float, host_us: float, spread: float, reason: str) -> Evidence:
+def measured(
+    e: Contender, device_us: float, host_us: float, spread: float, reason: str
+) -> Evidence:
     """What was found of a candidate that was right."""
     times = round(device_us, 3), round(host_us, 3), round(spread, 4), round(e.error, 3)
     about = e.candidate.id, dict(e.config), "measured"

@@ -38,7 +38,7 @@ class Learned:
     @property
     def unfinished(self) -> list[str]:
         """Keys of which kernels were still being compiled: `tune` again, and they are measured."""
-        return [plan.key.text for plan in self.plans if plan.unfinished]
+        return [plan.key.text for plan in self.plans if plan.incomplete]
 
     def __str__(self) -> str:
         changed = sum(p.eager != "torch.eager" or p.captured != "torch.eager" for p in self.plans)
@@ -95,7 +95,7 @@ def _learn(
         raise RuntimeError(
             "tune: the policy is deterministic or has a lockfile, under which nothing is measured; call tune outside it"
         )
-    if not capture_state.calm(torch.device("cpu")):
+    if not capture_state.can_call_now(torch.device("cpu")):
         raise RuntimeError(
             "tune: called while a trace, a transform of torch.func or a mode of PyTorch is active, where nothing is measured; "
             "call tune outside it"
@@ -163,7 +163,7 @@ def _once_more(measured: Sequence[Met], learned: Learned, begin: float) -> None:
     until = begin + KEY_S * len(learned.plans)
     for i, ((op, key, device), plan) in enumerate(zip(measured, learned.plans, strict=True)):
         prompt_s = until - time.perf_counter() - (KEY_S - tuner.PROMPT_S)
-        if plan.unfinished and prompt_s > 0:
+        if plan.incomplete and prompt_s > 0:
             again = measure_key.measured(op, key, device, prompt_s=min(prompt_s, tuner.PROMPT_S))
             learned.plans[i] = again or plan
 

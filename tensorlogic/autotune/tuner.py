@@ -22,8 +22,8 @@ from ..plans.environment import Environment
 from ..plans.plan import DISTURBED, UNFINISHED, Evidence, Plan
 from ..system import compile_pool
 from . import config_queue
-from .config_queue import Turn
-from .ranking import Entrant, clocks_of, measured, nearest, pick, refused
+from .config_queue import PendingConfig
+from .ranking import Contender, clocks_of, measured, nearest, pick, refused
 
 LOG = logging.getLogger("tensorlogic")
 Then = Callable[[Outputs], object] | None  # what a caller does next
@@ -39,7 +39,7 @@ PROMPT_S = 1.5
 AUTOGRAD_OVERHEAD_US: Callable[[], float] = lambda: 0.0  # noqa: E731
 
 
-class Study:
+class KeyTuner:
     """Everything that happens between meeting a key and having a plan for it."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Study:
         self.evidence: dict[str, Evidence] = {}
         self.known = known
         self.background = background
-        self.patience = interference.Patience(background)
+        self.patience = interference.WaitBudget(background)
         self.prompt_s, self.near = prompt_s, near
         self.plan: Plan | None = None
         self.pending: list[Any] = []  # compile jobs in worker processes
@@ -87,8 +87,8 @@ class Study:
                 self.checker = Checker(self.op, self.key, self.device)
                 self.timed = self.checker.cold()
                 if self.key.direction == "backward":  # a training step has other kernels around it
-                    self.between = timer.foreign(self.device)
-            first = Entrant(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
+                    self.between = timer.vendor_gap_filler(self.device)
+            first = Contender(eager, {}, self.op.plain(self.key, self.device), 1.0, 0.0)
             first.rough_us = self._rough(first)
         except BIND_ERRORS as problem:
             LOG.info("tensorlogic: %s cannot be measured: %s", self.key.text, problem)
@@ -96,7 +96,7 @@ class Study:
         entrants, late = [first], []
         cost = time.perf_counter() - begin
         for own in lists:
-            entered: list[Entrant] = []
+            entered: list[Contender] = []
             incumbent_us = min(e.rough_us for e in entrants)
             together = len(own) > 1 and self.device.type != "cuda"
             for turn in own:
@@ -120,7 +120,7 @@ class Study:
             entered = [e for e in entered if not self._cut(e, incumbent_us)]
             if entered:
                 self._join(entrants, min(entered, key=lambda e: e.worth_us))
-        for turn in config_queue.arriving(late, until):
+        for turn in config_queue.as_compiled(late, until):
             yield 4 * cost + 20 * first.rough_us * 1e-6
             self._come_late(turn, entrants)
         left = self._left(late, entrants)
@@ -142,14 +142,14 @@ class Study:
                 self._doubt(entrants)
         self._note(left, UNFINISHED)
 
-    def _come_late(self, turn: Turn, entrants: list[Entrant]) -> None:
+    def _come_late(self, turn: PendingConfig, entrants: list[Contender]) -> None:
         """Let a configuration compete whose kernels were compiled meanwhile."""
         incumbent_us = min(e.rough_us for e in entrants)
         entrant = None if self._wrong(turn.candidate) else self._enter(turn, incumbent_us, False)
         if entrant is not None and not self._cut(entrant, incumbent_us):
             self._join(entrants, entrant)
 
-    def _left(self, late: Sequence[Turn], entrants: Sequence[Entrant]) -> set[str]:
+    def _left(self, late: Sequence[PendingConfig], entrants: Sequence[Contender]) -> set[str]:
         """The candidates of which something was not compiled in time; those with nothing else are refused."""
         left = {turn.candidate.id: turn.candidate for turn in late if not self._wrong(turn.candidate)}  # fmt: skip
         for id in left.keys() - self.evidence.keys() - {e.candidate.id for e in entrants}:
@@ -160,7 +160,7 @@ class Study:
         held = self.evidence.get(candidate.id)
         return held is not None and held.reason.startswith("wrong")
 
-    def _join(self, entrants: list[Entrant], new: Entrant) -> None:
+    def _join(self, entrants: list[Contender], new: Contender) -> None:
         """Of a candidate's configurations the fastest competes."""
         before = next((e for e in entrants if e.candidate is new.candidate), None)
         if before is None:
@@ -169,14 +169,14 @@ class Study:
             entrants[entrants.index(before)] = new
         self.evidence.pop(new.candidate.id, None)
 
-    def _again(self, entrants: Sequence[Entrant], begin: float) -> bool:
+    def _again(self, entrants: Sequence[Contender], begin: float) -> bool:
         """Whether a clock runs slow after a look that began then, and patience is left for another."""
         slow = interference.any_slow(clocks_of(entrants))
         return slow and self.patience.take(time.perf_counter() - begin)
 
-    def _doubt(self, entrants: Sequence[Entrant]) -> None:
+    def _doubt(self, entrants: Sequence[Contender]) -> None:
         """Say by the evidence that the plan was made while a clock ran slow."""
-        note = f"{DISTURBED}, both times" if self.known and self.known.doubtful else DISTURBED
+        note = f"{DISTURBED}, both times" if self.known and self.known.disturbed else DISTURBED
         self._note({e.candidate.id for e in entrants if e.candidate.clock}, note)
 
     def _note(self, ids: set[str], note: str) -> None:
@@ -188,7 +188,7 @@ class Study:
         ]
 
     @torch.no_grad()
-    def _side_by_side(self, entered: list[Entrant]) -> None:
+    def _side_by_side(self, entered: list[Contender]) -> None:
         """The first look at a candidate's configurations, in rounds: what disturbs them for a moment disturbs none alone."""
         while entered:
             calls = {str(i): self._calls(e) for i, e in enumerate(entered)}
@@ -221,7 +221,7 @@ class Study:
                 self._refuse(candidate, reason)
         return chosen
 
-    def _turns(self, candidate: Candidate) -> list[Turn]:
+    def _turns(self, candidate: Candidate) -> list[PendingConfig]:
         """The candidate's configurations; none, with the reason kept, where it fails to list them."""
         try:
             own = config_queue.listed(candidate, self.key, self.device)
@@ -243,7 +243,7 @@ class Study:
     def _refuse(self, candidate: Candidate, reason: str) -> None:
         self.evidence[candidate.id] = refused(candidate, reason)
 
-    def _enter(self, turn: Turn, incumbent_us: float, together: bool) -> Entrant | None:
+    def _enter(self, turn: PendingConfig, incumbent_us: float, together: bool) -> Contender | None:
         """Compile, check and roughly time one configuration; a failure leaves its reason. `together`: by single calls only."""
         candidate, config = turn.candidate, turn.config
         try:
@@ -256,7 +256,7 @@ class Study:
                 if not verdict:
                     self._refuse(candidate, verdict.reason or "wrong")
                     return None
-                entrant = Entrant(candidate, config, launch, verdict.error, 0.0)
+                entrant = Contender(candidate, config, launch, verdict.error, 0.0)
                 cut_us = self.checker.cut_us
                 entrant.rough_us = cut_us or self._rough(entrant, incumbent_us, together)
         except BIND_ERRORS as problem:
@@ -264,7 +264,7 @@ class Study:
             return None
         return None if self._cut(entrant, max(incumbent_us, TOO_SHORT_US)) else entrant
 
-    def _cut(self, entrant: Entrant, incumbent_us: float) -> bool:
+    def _cut(self, entrant: Contender, incumbent_us: float) -> bool:
         """Whether it is so slow that it leaves at once."""
         if entrant.rough_us <= CUT * incumbent_us:
             return False
@@ -273,7 +273,7 @@ class Study:
         self.evidence.setdefault(entrant.candidate.id, measured(entrant, us, us, 1.0, reason))
         return True
 
-    def _calls(self, entrant: Entrant, then: Then = None) -> list[timer.Call]:
+    def _calls(self, entrant: Contender, then: Then = None) -> list[timer.Call]:
         """The entrant's calls as they are timed, maybe with what comes `then`; a failure or a refusal to serve names the entrant."""
 
         def call(args: list[Any]) -> None:
@@ -290,7 +290,7 @@ class Study:
 
     @torch.no_grad()
     def _rough(
-        self, entrant: Entrant, incumbent_us: float = math.inf, briefly: bool = False
+        self, entrant: Contender, incumbent_us: float = math.inf, briefly: bool = False
     ) -> float:
         """One synchronised call, then, if it is in the running and not `briefly`, the median of a short loop on the device's clock."""
         calls = self._calls(entrant)
@@ -306,7 +306,7 @@ class Study:
         return timer.device_samples(calls, device, budget_s, rounds, self.between)
 
     @torch.no_grad()
-    def _decide(self, entrants: list[Entrant]) -> None:
+    def _decide(self, entrants: list[Contender]) -> None:
         order = list(self.op.candidates)
         head, rest = entrants[0], sorted(entrants[1:], key=lambda e: e.rough_us)
         near = nearest(rest, self.key)

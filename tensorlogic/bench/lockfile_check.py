@@ -85,7 +85,7 @@ def _standing(op: Op, plan: Plan, device: torch.device, margin: float) -> tuple[
         return "wrong", f"failed: {type(problem).__name__}: {problem}"
     if not verdict:
         return "wrong", verdict.reason or ""
-    fresh = tuner.Study(op, plan.key, device, environment.environment(device)).run()
+    fresh = tuner.KeyTuner(op, plan.key, device, environment.environment(device)).run()
     if fresh is None or (fresh.eager, fresh.eager_config) == (plan.eager, plan.eager_config):
         return GOOD, ""
     best = op.candidates[fresh.eager].bind(plan.key, fresh.eager_config, device)

@@ -297,7 +297,7 @@ def _unusable(variable: Variable) -> tuple[str | None, str]:
     from ..plans import lockfile
     from ..system import settings
 
-    if variable in settings.NATIVE and cpu_library.misled() is variable:
+    if variable in settings.NATIVE and cpu_library.bad_setting() is variable:
         return cpu_library.available(), NO_CPU_KERNEL
     path = settings.lockfile() if variable is settings.LOCKFILE else None
     if path is None:

@@ -22,7 +22,7 @@ from ..guards.errors import MISS, Untraceable, first_line
 from ..guards.global_state import plain_modes
 from ..guards.model_guard import Hooks
 from ..measure import timer
-from ..system.thread_output import aside
+from ..system.thread_output import capture_output
 from .dynamo_backend import rewritten
 from .inductor.background_compile import Later, worthwhile
 from .inductor.comparison import settled
@@ -337,7 +337,7 @@ def _faster(made: Pieces, twin: nn.Module, original: Original) -> bool:
 
     tensors = [*made.model.parameters(), *tensor_tree.tensors_in(given)]
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    with unwritten(made.model), aside("stdout"):
+    with unwritten(made.model), capture_output("stdout"):
         changing = changes()
         given = fresh(args, kwargs) if changing else given
         pair = {"before": call(twin), "after": call(made.serving)}

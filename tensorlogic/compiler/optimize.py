@@ -189,7 +189,7 @@ def optimize(
     until = begin + budget if budget_s is not None and settings.inductor() else 0.0
     copies = weight_cache.CACHE.names()
     try:
-        with process.young(), unsearched(), unhooked(model.parameters()):
+        with process.no_full_gc(), unsearched(), unhooked(model.parameters()):
             given = args, kwargs
             original = Original(model, model, given, training, report, budget, until)
             served = _program(original, dynamic, asked)

@@ -152,7 +152,7 @@ class Key:
         return self.names, tuple(name for name, _ in self.flags)
 
     @cached_property
-    def kin(self) -> tuple[Any, ...]:
+    def neighbor_group(self) -> tuple[Any, ...]:
         """What keys share that learn from each other: on a GPU op, direction and precision; elsewhere all but alignment and sizes."""
         if self.device == "cuda":
             dtype = next((t.dtype for t in self.tensors if t is not None), "")
@@ -184,17 +184,17 @@ class Key:
         uneven = sum([_parted(n, m) for n, m in ends if n != m])
         return math.sqrt(apart + uneven / 16 + _differing(self._kind, other._kind)[0])
 
-    def laid_otherwise(self, other: Key) -> int:
+    def layout_mismatches(self, other: Key) -> int:
         """How many tensors are there in both and laid out otherwise, however wide their gaps."""
         return _differing(self._kind, other._kind)[1]
 
-    def remoteness(self, other: Key) -> float:
+    def search_distance(self, other: Key) -> float:
         """The distance, LAYOUT for each tensor of another layout or evenness, and 1 for each other part of the work: nearest first."""
         another = sum(a != b for a, b in zip(self.work, other.work, strict=True))
-        otherwise = self.laid_otherwise(other) + self.uneven(other)
+        otherwise = self.layout_mismatches(other) + self.alignment_mismatches(other)
         return self.distance(other) + LAYOUT * otherwise + another
 
-    def uneven(self, other: Key) -> int:
+    def alignment_mismatches(self, other: Key) -> int:
         """Tensors (and `made`) that are `even` in one key alone, and 1 where one key alone has an uneven one: fast kernels want 16 bytes."""
         return _differing(self._kind, other._kind)[2]
 

@@ -39,7 +39,7 @@ class Param:
 # what a gradient's functions are given, and what is kept
 Needs = tuple[bool, ...]
 Args = tuple[Any, ...]
-Kept = tuple[saved_tensors.Kept, ...]
+Kept = tuple[saved_tensors.Saved, ...]
 
 
 @dataclass(frozen=True)

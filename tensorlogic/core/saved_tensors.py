@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Look:
+class SavedMeta:
     """Shape, strides and dtype of a tensor whose values backward does not read: it may be written to or let go of."""
 
     __slots__ = ("dtype", "shape", "stride")
@@ -23,25 +23,27 @@ class Look:
         return dy.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
 
 
-Kept = Tensor | Look | None
+Saved = Tensor | SavedMeta | None
 
 
-def read(tensor: Tensor | None, needed: bool) -> Kept:
+def read(tensor: Tensor | None, needed: bool) -> Saved:
     """The tensor where its values are needed, or else how it looks; None of None."""
-    return tensor if needed or tensor is None else Look(tensor)
+    return tensor if needed or tensor is None else SavedMeta(tensor)
 
 
-def stood_in(kept: Sequence[Kept], dy: Tensor) -> list[Tensor | None]:
+def from_meta(kept: Sequence[Saved], dy: Tensor) -> list[Tensor | None]:
     """Tensors in the place of looks."""
-    return [k.beside(dy) if isinstance(k, Look) else k for k in kept]
+    return [k.beside(dy) if isinstance(k, SavedMeta) else k for k in kept]
 
 
-def split(kept: Sequence[Kept]) -> tuple[list[Tensor | None], list[Look | None]]:
+def split(kept: Sequence[Saved]) -> tuple[list[Tensor | None], list[SavedMeta | None]]:
     """The tensors, which autograd keeps, and the looks, each with None in the place of the others."""
-    looks = [k if isinstance(k, Look) else None for k in kept]
-    return [None if isinstance(k, Look) else k for k in kept], looks
+    looks = [k if isinstance(k, SavedMeta) else None for k in kept]
+    return [None if isinstance(k, SavedMeta) else k for k in kept], looks
 
 
-def joined(tensors: Sequence[Tensor | None], looks: Sequence[Look | None]) -> tuple[Kept, ...]:
+def joined(
+    tensors: Sequence[Tensor | None], looks: Sequence[SavedMeta | None]
+) -> tuple[Saved, ...]:
     """What `split` has parted."""
     return tuple([t if s is None else s for t, s in zip(tensors, looks, strict=True)])

@@ -17,7 +17,7 @@ from ..system import process
 T = TypeVar("T", bound=Tensor)
 
 _LOCK = threading.RLock()
-process.new_in_children(globals(), _LOCK=threading.RLock)
+process.renew_after_fork(globals(), _LOCK=threading.RLock)
 _CONSTANTS: dict[int, weakref.ref[Tensor]] = {}
 _steps = 0  # of training that are pretended
 

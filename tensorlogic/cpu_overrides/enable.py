@@ -131,7 +131,7 @@ def _guarded(first: int, original: Kernel, repaired: Kernel) -> Kernel:
 
 _LOCK = threading.RLock()
 _LIBRARIES: list[torch.library.Library] = []
-policy.ON_CHANGE += (hook_extension.apart,)  # under a policy the guards ask in every call
+policy.ON_CHANGE += (hook_extension.count_policies,)  # under a policy the guards ask in every call
 policy.ON_FORGET += (hook_extension.forget,)
 
 

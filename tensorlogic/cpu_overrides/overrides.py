@@ -54,7 +54,7 @@ def _constant(b: Tensor) -> bool:
 
 def _pytorch(*_: Any) -> None:
     """The route to PyTorch's own kernel, which was measured to be the fastest; the compiled guards remember it."""
-    hook_extension.leave()
+    hook_extension.skip_until_invalidated()
 
 
 def _unfit(*_: Any) -> None:
@@ -305,7 +305,7 @@ def _serves_attention(q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
     if _slow(q, k, *others) and q.numel() * k.shape[-2] > GRAIN:
         return True
     if q.dtype != torch.float16:
-        hook_extension.leave()
+        hook_extension.skip_until_invalidated()
     return False
 
 

@@ -284,7 +284,7 @@ class Captured(Generic[P, R]):
 
         Its backward pass comes when the caller asks for it, on that stream, too, outside of any turn.
         """
-        with capture_state.turn(0) as free:
+        with capture_state.capture_lock(0) as free:
             if free:
                 unseen = Unseen(flat if entry.calls == 1 else ())
                 with entry.leaving.running(flat) as names:
@@ -309,7 +309,7 @@ class Captured(Generic[P, R]):
         if not self.recording.acquire(blocking=False):
             return None
         try:
-            with capture_state.turn():  # nobody begins a call there meanwhile
+            with capture_state.capture_lock():  # nobody begins a call there meanwhile
                 if entry.recorded is None and not capture_streams.awaited(device):
                     entry.recorded = self._recorded(entry, flat, spec, device)
                 return entry.recorded

@@ -59,7 +59,7 @@ def warm(fn: Callable[[], Any], device: torch.device, times: int = 2, use: str =
         return [fn() for _ in range(times)][-1]
     side = stream(device, use)
     # What another thread records there meanwhile would hold this, too.
-    with capture_state.turn(), capture_state.uncached():
+    with capture_state.capture_lock(), capture_state.uncached():
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(times):

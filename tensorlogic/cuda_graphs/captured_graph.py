@@ -52,7 +52,7 @@ class Tape:
         What cuBLAS works in shall be the graph's own. PyTorch keeps one such workspace a stream, and whoever records next lets
         go of it (torch.compile does), while this graph would go on writing there.
         """
-        with capture_state.turn(), capture_state.uncached():
+        with capture_state.capture_lock(), capture_state.uncached():
             return self._record(fn)
 
     def _record(self, fn: Callable[[], Any]) -> Any:
@@ -84,7 +84,7 @@ class Tape:
         self.replay = self.graph.replay  # type: ignore[method-assign]  # without a frame of ours
 
     def __del__(self) -> None:
-        capture_state.bury(self, "replay", "graph")
+        capture_state.destroy_later(self, "replay", "graph")
 
 
 class CallTape(Tape):
@@ -118,7 +118,7 @@ def heal(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         recording = torch.cuda.graph(graph, capture_error_mode="thread_local")
-        with capture_state.turn(), torch.cuda.device(device), recording:
+        with capture_state.capture_lock(), torch.cuda.device(device), recording:
             torch.zeros(1, device=device)
     except RuntimeError as problem:  # what failed before is what the caller is told
         LOG.warning("tensorlogic: a failed capture could not be cleaned up: %s", problem)

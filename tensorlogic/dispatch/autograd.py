@@ -45,7 +45,7 @@ class Recording:
         self.bound, self.launch, self.apply = bound, launch, apply
         # what is kept of arguments and outputs, None until a call has shown it; and of what the look only, if of any
         self.places: tuple[int, ...] | None = None
-        self.looks: list[saved_tensors.Look | None] | None = None
+        self.looks: list[saved_tensors.SavedMeta | None] | None = None
 
     def __call__(self, *dynamic: Any) -> Any:
         return self.apply(self, *dynamic)
@@ -161,7 +161,7 @@ def gradients(
     op: Op,
     flags: SimpleNamespace,
     needs: Sequence[bool],
-    saved: tuple[saved_tensors.Kept, ...],
+    saved: tuple[saved_tensors.Saved, ...],
     scalars: tuple[Any, ...],
     dy: Tensor,
 ) -> list[Any]:

@@ -23,7 +23,7 @@ OURS = "cpu.fused"
 
 def extra_us() -> float:
     """Microseconds that forward and backward of a small recorded call take longer by our way, on a CPU; 0 where nothing can be timed now."""
-    return _measured() if capture_state.calm(CPU) else 0.0
+    return _measured() if capture_state.can_call_now(CPU) else 0.0
 
 
 @functools.cache

@@ -30,8 +30,8 @@ class Bound:
     """One key of one policy, bound to the launcher that was chosen for it."""
 
     __slots__ = (
-        "cacheable", "choice", "device", "flags", "key", "launch", "op", "outside", "policy", "record", "run",
-        "scalars", "two_ways", "unpaired",
+        "cacheable", "choice", "device", "flags", "has_capture_variant", "key", "launch", "op", "outside", "policy", "record", "run",
+        "scalars", "without_joint",
     )  # fmt: skip
 
     def __init__(
@@ -49,23 +49,23 @@ class Bound:
         if choice.settle is not None:
             self.flags.settle = choice.settle
         apart = choice.apart
-        self.unpaired = None if apart is None else Bound(op, key, apart, True, args, policy)
+        self.without_joint = None if apart is None else Bound(op, key, apart, True, args, policy)
         self.launch: Launcher = choice.launch
         self.cacheable = choice.cacheable
         self.record: Run = applied(args)
         self.scalars = tuple(i for i, p in enumerate(op.dynamic) if not p.is_tensor)
-        behind = recording and self._followed()  # where eager serves it
+        behind = recording and self.backward_follows()  # where eager serves it
         heavy = behind and (op.traffic(key) > HEAVY_BYTES or op.flops(key) > HEAVY_FLOPS)
         captured = choice.captured or (choice if behind and not heavy else None)
         self.run: Run = self._runner(choice, recording, heavy)
         self.outside: Run = self.run  # of captures
-        self.two_ways = captured is not None
+        self.has_capture_variant = captured is not None
         if captured is not None:
             self.run = _two_ways(self.run, self._runner(captured, recording, behind))
-        if self.unpaired is not None:
-            self.run = _unhooked(self.run, self.unpaired.run)
+        if self.without_joint is not None:
+            self.run = _unhooked(self.run, self.without_joint.run)
 
-    def _followed(self) -> bool:
+    def backward_follows(self) -> bool:
         """Whether our backward may follow PyTorch's forward, which often wins by little while PyTorch's backward is the slowest."""
         light = self.op.gradient is not None and self.op.gradient.light
         served = EAGER in (c.candidate.id for c in (self.choice, self.choice.captured) if c)
@@ -75,8 +75,8 @@ class Bound:
     @property
     def shortest(self) -> tuple[Run, int]:
         """What a compiled front calls, and how, once the key has been served: the launcher itself where its outputs are all there is to do."""
-        two = self.two_ways
-        if self.unpaired is not None:
+        two = self.has_capture_variant
+        if self.without_joint is not None:
             return self.run, 0
         if isinstance(self.outside, Recording):
             return self.outside.compiled(two) or self.run, 0

@@ -22,7 +22,7 @@ LOG = logging.getLogger("tensorlogic")
 GROUP = "tensorlogic.candidates"
 OWN_PLACE = "; what candidates are written with is in tensorlogic.core: OPS, Op, Candidate, Key"
 _LOCK = threading.RLock()
-process.new_in_children(globals(), _LOCK=threading.RLock)
+process.renew_after_fork(globals(), _LOCK=threading.RLock)
 _READY: set[str] = set()
 # Packages of ops, entered by `ops/__init__`. Those of one entry are ready together: they register candidates with one another's ops.
 FOLDERS: list[tuple[ModuleType, ...]] = []

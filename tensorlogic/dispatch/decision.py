@@ -12,7 +12,7 @@ from ..core.candidate import EAGER, Candidate, Config, Launcher
 from ..core.op import Op
 
 LOG = logging.getLogger("tensorlogic")
-AT_HAND = "cost model, without what must be compiled first"
+NO_NEW_COMPILES = "cost model, without what must be compiled first"
 _SAID: set[tuple[str, str]] = set()
 
 

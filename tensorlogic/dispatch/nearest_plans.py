@@ -70,7 +70,7 @@ def lent(op: Op, key: Key, near: Iterable[Plan], here: Mapping[str, str]) -> Len
     for plan in islice(near, ASKED):
         theirs = op.normal(plan.key)
         if {plan.eager, plan.captured} != {EAGER} or own.distance(theirs) <= REACH:
-            around.append((plan, own.remoteness(theirs)))
+            around.append((plan, own.search_distance(theirs)))
         if plan.key == key:  # measured elsewhere, which no other size's plan can better
             break
     if not around:

@@ -23,7 +23,7 @@ from ..plans.plan import Plan
 from ..plans.store import PlanView
 from ..system import capture_state, compile_pool
 from . import candidate_loading, nearest_plans, self_test
-from .decision import AT_HAND, FIXED, PLAIN, Choice, Decision, say_once
+from .decision import FIXED, NO_NEW_COMPILES, PLAIN, Choice, Decision, say_once
 from .nearest_plans import Lent, Pick
 
 CHECKED = ("plan", "lockfile", "fixed plan", "forced")  # on this very key, or not to be asked
@@ -58,10 +58,12 @@ def decide(op: Op, key: Key, device: torch.device, policy: Policy) -> Decision:
     if lent is not None:
         found = Decision(*lent)
         picks = (found.eager, found.captured)
-        if all(_at_hand(op.candidates[id], key, config, device) for id, config in picks):
+        if all(_is_compiled(op.candidates[id], key, config, device) for id, config in picks):
             return found
     found = _guessed(op, key, device)
-    return replace(found, source=AT_HAND) if compile_pool.in_a_hurry() else found
+    return (
+        replace(found, source=NO_NEW_COMPILES) if compile_pool.new_compiles_forbidden() else found
+    )
 
 
 def _lent(
@@ -86,7 +88,7 @@ def _lent(
     def lends(plan: Plan) -> bool:
         return valid(plan) and serves(plan.eager) and serves(plan.captured)
 
-    failures, calm = nearest_plans.failures, capture_state.calm(device)
+    failures, calm = nearest_plans.failures, capture_state.can_call_now(device)
     near = store.neighbours(key, op.candidates.__contains__, lends, normal=op.normal)
     found = nearest_plans.lent(op, key, near, environment(device).versions())
     if calm and nearest_plans.failures == failures and memo.get(id(op)) == candidates:
@@ -94,9 +96,9 @@ def _lent(
     return found
 
 
-def _at_hand(candidate: Candidate, key: Key, config: Config, device: torch.device) -> bool:
+def _is_compiled(candidate: Candidate, key: Key, config: Config, device: torch.device) -> bool:
     """Whether a candidate that nobody has measured on this key may serve it: in a hurry only what need not be compiled first."""
-    if candidate.id == EAGER or not compile_pool.in_a_hurry():
+    if candidate.id == EAGER or not compile_pool.new_compiles_forbidden():
         return True
     try:
         return compile_pool.there(candidate.jobs(key, config, device))
@@ -174,7 +176,7 @@ def _guessed(op: Op, key: Key, device: torch.device) -> Decision:
         if best > CLEAR_WIN:
             break
         pick = (candidate.id, candidate.configs(key)[0])
-        if _at_hand(candidate, key, pick[1], device):
+        if _is_compiled(candidate, key, pick[1], device):
             return Decision(pick, pick, "cost model")
     return PLAIN
 
@@ -201,7 +203,7 @@ def choose(
         policy.observer(op, key, device)
     if policy.reproducible:
         key = unaligned(key)
-    elif forced is None and policy.tune == "full" and capture_state.measurable(device):
+    elif forced is None and policy.tune == "full" and capture_state.can_tune_now(device):
         measure_key.measured(op, key, device)
     decision = decide(op, key, device, policy)
     if _adaptive(key, policy) and not capturing:
@@ -211,7 +213,7 @@ def choose(
         choice.cacheable = False
         return choice
     choice = _bind(op, key, device, decision.eager, decision.source, whole)
-    choice.cacheable = choice.cacheable and not compile_pool.in_a_hurry()
+    choice.cacheable = choice.cacheable and not compile_pool.new_compiles_forbidden()
     if device.type == "cuda" and decision.captured != decision.eager:
         choice.captured = _bind(op, key, device, decision.captured, decision.source, whole)
     watched = policy.tune == "auto" and policy.observer is None and not policy.reproducible
@@ -317,7 +319,7 @@ def _bind(
         try:
             launch = candidate.bind(key, config, device)
             if candidate.vouched and source not in CHECKED:
-                reason = self_test.refusal(op, key, candidate, config, device)
+                reason = self_test.self_test_refusal(op, key, candidate, config, device)
                 if reason is not None:  # nobody has measured it here: wrong on small tensors
                     raise Refused(reason)
             if not candidate.trusted:
@@ -325,7 +327,7 @@ def _bind(
                     _must_be_right(op, key, device, candidate, launch)
                 launch = _as_aligned(op, key, launch)
             return Choice(candidate, config, launch, source)
-        except self_test.Later:
+        except self_test.CannotTestNow:
             launch = op.candidates[EAGER].bind(key, {}, device)
             return Choice(op.candidates[EAGER], {}, launch, source, cacheable=False)
         except BIND_ERRORS as problem:
@@ -355,7 +357,7 @@ def _must_be_right(
     op: Op, key: Key, device: torch.device, candidate: Candidate, launch: Launcher
 ) -> None:
     """A candidate from elsewhere is checked on the very key before a caller sees its result, forced or not."""
-    if not capture_state.quiet(device):
+    if not capture_state.can_measure_now(device):
         raise Refused(
             f"{op.name}: candidate {candidate.id} was asked for, but cannot be checked on {key.text} "
             f"while a graph is captured or traced: call it once before"

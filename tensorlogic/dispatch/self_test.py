@@ -28,11 +28,11 @@ DRAWS = 2  # wrong once may be eager's luck with the numbers
 _NOTES = Notes(".checked")
 
 
-class Later(Exception):
+class CannotTestNow(Exception):
     """The check has to wait: a graph is being captured or traced."""
 
 
-def refusal(
+def self_test_refusal(
     op: Op, key: Key, candidate: Candidate, config: Config, device: torch.device
 ) -> str | None:
     """Why the candidate may not serve keys of this kind unmeasured, or None; checks it now where nobody has.
@@ -41,15 +41,15 @@ def refusal(
         Later: nothing can be checked in this context.
     """
     if torch._C._get_tracing_state() is not None:
-        raise Later
+        raise CannotTestNow
     kind = _fitting(op, key, candidate)
     path = _NOTES.look(device)
     about = (candidate.id, candidate.source, cpu_library.isa(), dict(config), kind.text)
     what = json.dumps(about, default=str)
     if what in _NOTES.known:
         return _NOTES.known[what]
-    if not capture_state.calm(device):
-        raise Later
+    if not capture_state.can_call_now(device):
+        raise CannotTestNow
     reason = _NOTES.known[what] = _check(op, kind, candidate, config, device)
     if reason is None:
         _NOTES.append(path, what)

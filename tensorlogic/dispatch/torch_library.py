@@ -143,7 +143,9 @@ def traced_all(op: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
     if torch.compiler.is_dynamo_compiling():
         out = registered(*args)
     else:
-        with capture_state.hushed():  # its kernel cannot see the modes it was called under
+        with (
+            capture_state.measuring_disabled()
+        ):  # its kernel cannot see the modes it was called under
             out = registered(*args)
     return (out,) if op.outputs == 1 else tuple(out)
 

@@ -39,7 +39,7 @@ class Notes(Protocol):
         """Add a line to the file."""
 
 
-class Clock:
+class InterferenceProbe:
     """A small call that takes longer while something else has the unit that a candidate runs on.
 
     Units that one core shares with another (tiles of AMX, say) serve neighbours, too, on machines that are rented by the core:
@@ -99,7 +99,7 @@ class Clock:
         return found
 
 
-class Patience:
+class WaitBudget:
     """How long one study may wait for slow clocks and look again, within what this process may."""
 
     # of all studies in this process; when the first of them waited
@@ -114,7 +114,7 @@ class Patience:
         if self.background:
             self.left_steps -= 1
             return self.left_steps >= 0
-        cls, now = Patience, time.perf_counter()
+        cls, now = WaitBudget, time.perf_counter()
         with cls.lock:
             cls.since = cls.since or now
             if min(self.left_s, FIRST_S + SHARE * (now - cls.since) - cls.spent_s) < seconds:

@@ -155,7 +155,7 @@ def _both(first: Call, second: Call) -> Call:
     return call
 
 
-def foreign(device: torch.device) -> Call | None:
+def vendor_gap_filler(device: torch.device) -> Call | None:
     """A small product of the vendor's, to run between calls that never meet themselves in use; None where launches do not overlap.
 
     Kernels of ours begin while those before them end, as long as these are ours too. Among kernels of PyTorch's they have to
@@ -167,7 +167,7 @@ def foreign(device: torch.device) -> Call | None:
     return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
 
 
-def knockout(
+def elimination_rounds(
     calls: Calls, device: torch.device, share_s: float, rounds: int, close: float, stays: str
 ) -> dict[str, Samples]:
     """Device times as above, each beside those of `stays`: after one round, implementations leave whose best was half as
@@ -370,7 +370,7 @@ class _Graph:
         torch.cuda.synchronize(device)
         give_back(device)  # a capture would return it, too, and not wait
         recording = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
-        with capture_state.turn(TURN_S), capture_state.uncached(), recording:
+        with capture_state.capture_lock(TURN_S), capture_state.uncached(), recording:
             for i in range(self.count):
                 steps[i % len(steps)]()
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -386,7 +386,7 @@ class _Graph:
         return self.start.elapsed_time(self.end) / self.count * 1e3
 
     def close(self) -> None:
-        capture_state.bury(self, "graph")
+        capture_state.destroy_later(self, "graph")
         self.graph = None
 
 

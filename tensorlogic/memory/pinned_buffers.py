@@ -106,7 +106,11 @@ class Stager:
             return
         n = source.numel() * source.element_size()
         self._by(self.rules[transfer_tuning.size_class(n)], source, target, n)
-        if self.left > 0 and n >= LARGE and (self.left > 1 or capture_state.calm(self.device)):
+        if (
+            self.left > 0
+            and n >= LARGE
+            and (self.left > 1 or capture_state.can_call_now(self.device))
+        ):
             self.left -= 1
             if self.left == 0:
                 self._settle()

@@ -27,7 +27,7 @@ WHOLE, OUTSIDE = (1, 2)
 REVISION = 8
 ON_LOAD: list[Callable[[ModuleType], None]] = []  # called once with the module, when it is there
 _lock = threading.Lock()
-process.new_in_children(globals(), _lock=threading.Lock)
+process.renew_after_fork(globals(), _lock=threading.Lock)
 _state: list[ModuleType | str] = []  # empty until tried, then the module or what is missing
 
 
@@ -48,7 +48,7 @@ def _load() -> ModuleType | str:
     spec = importlib.util.spec_from_loader("tensorlogic_calls", loader)
     assert spec is not None
     try:
-        if library_files.cut_short(path):
+        if library_files.is_truncated(path):
             return f"the compiled calls {path} are cut short, as by an interrupted copy: build them again"
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str | None, int] = {None: 0} | {name: i for i, name in enumera
 REDUCTIONS: dict[str, int] = {"none": 0, "mean": 1, "sum": 2}
 
 _lock = threading.Lock()
-process.new_in_children(globals(), _lock=threading.Lock)
+process.renew_after_fork(globals(), _lock=threading.Lock)
 _state: list[str | None] = []  # empty until tried, then what `available` answers
 
 
@@ -41,7 +41,7 @@ def _load() -> str | None:
     if path.name in library_files.stale():
         return f"the native library {path.name} was built from other sources than these: {library_files.rebuilding()}"
     try:
-        if library_files.cut_short(path):
+        if library_files.is_truncated(path):
             return f"{named}the native library {path} is cut short, as by an interrupted copy: build or install it again"
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -66,7 +66,7 @@ def available(device: str = "cpu") -> str | None:
         with _lock:
             if not _state:
                 _state.append(_load())
-                if misled() is not None:
+                if bad_setting() is not None:
                     said = f"{_state[0]}. PyTorch serves the CPU instead of native kernels"
                     warnings.warn(said, stacklevel=2)
     return _state[0]
@@ -77,7 +77,7 @@ def calls_available() -> str | None:
     return available() or call_extension.missing()
 
 
-def misled() -> settings.Variable | None:
+def bad_setting() -> settings.Variable | None:
     """The environment variable that keeps the library from being used, if one does."""
     reason = available() or ""
     return next((v for v in settings.NATIVE if reason.startswith(v.name)), None)

@@ -15,7 +15,7 @@ from . import library_files
 
 #: Held again by its holder: a collection while the hooks are loaded may leave a policy, which counts here.
 _lock = threading.RLock()
-process.new_in_children(globals(), _lock=threading.RLock)
+process.renew_after_fork(globals(), _lock=threading.RLock)
 # policies in force; where the guards look, once the hooks are loaded
 _apart = ctypes.c_int64(0)
 _state: list[str | None] = []  # empty until tried, then what is missing
@@ -37,7 +37,7 @@ def _load() -> str | None:
     if path.name in library_files.stale():
         return f"the hooks {path.name} were built from other sources than these: {library_files.rebuilding()}"
     try:
-        if library_files.cut_short(path):
+        if library_files.is_truncated(path):
             return f"the hooks {path} are cut short, as by an interrupted copy: build them again"
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -85,7 +85,7 @@ def is_suspended() -> bool:
 # what the guards remember -------------------------------------------------------------------------------------------
 
 
-def leave() -> None:
+def skip_until_invalidated() -> None:
     """Called inside a repair: later calls of these shapes go to PyTorch's kernel without asking, until `forget`."""
     if loaded():
         direct("leave")()
@@ -97,7 +97,7 @@ def forget() -> None:
         direct("forget")()
 
 
-def apart(change: int) -> None:
+def count_policies(change: int) -> None:
     """While more +1 than -1 were given the guards always ask: a policy is in force somewhere."""
     with _lock:
         _apart.value += change

@@ -33,7 +33,7 @@ def rebuilding() -> str:
     return f"run `python {BUILDER.relative_to(PACKAGE.parent)}`"
 
 
-def cut_short(path: Path) -> bool:
+def is_truncated(path: Path) -> bool:
     """Whether an ELF file ends before its last part, the section headers, does: as an interrupted copy. Loading it would end the process."""
     with path.open("rb") as file:
         head = file.read(64)

@@ -15,7 +15,7 @@ from .lockfile import Lockfile, load_lockfile
 from .store import PlanStore
 
 _LOCK = threading.RLock()
-process.new_in_children(globals(), _LOCK=threading.RLock)
+process.renew_after_fork(globals(), _LOCK=threading.RLock)
 _STORES: dict[str, PlanStore] = {}
 _LOCKFILES: dict[Path, Lockfile] = {}
 ON_FORGET: list[Callable[[], None]] = []  # what else a fresh process would not know

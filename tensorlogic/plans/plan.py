@@ -77,12 +77,12 @@ class Plan:
         return max(e.device_us, host)
 
     @property
-    def doubtful(self) -> bool:
+    def disturbed(self) -> bool:
         """Whether it was measured once, while something disturbed what some of the candidates run on."""
         return any(e.reason.endswith(DISTURBED) for e in self.evidence)
 
     @property
-    def unfinished(self) -> bool:
+    def incomplete(self) -> bool:
         """Whether there was no time to compile all that may serve the key."""
         return any(e.reason.endswith(UNFINISHED) for e in self.evidence)
 

@@ -44,7 +44,7 @@ class _Shelf:
         self.keys: dict[str, Key | None] = {}  # by text
         self.normal: dict[str, Key] = {}
         # "op direction " -> kin -> texts, keys and normal keys
-        self.kin: dict[str, dict[object, list[tuple[str, Key, Key]]]] = {}
+        self.neighbor_groups: dict[str, dict[object, list[tuple[str, Key, Key]]]] = {}
         self.changes = 0
 
     def get(self, text: str) -> Plan | None:
@@ -58,7 +58,7 @@ class _Shelf:
     def put(self, plan: Plan) -> None:
         self.parsed[plan.key.text] = plan
         self.keys[plan.key.text] = plan.key
-        self.kin.pop(_group(plan.key), None)
+        self.neighbor_groups.pop(_group(plan.key), None)
         self.changes += 1
 
     def adopt(self, records: Records) -> None:
@@ -66,20 +66,20 @@ class _Shelf:
         new = {t: r for t, r in records.items() if t not in self.records and t not in self.parsed}
         self.records.update(new)
         if new:
-            self.kin.clear()
+            self.neighbor_groups.clear()
             self.changes += 1
 
     def remove(self, text: str) -> None:
         self.records.pop(text, None)
         self.parsed.pop(text, None)
         self.keys.pop(text, None)
-        self.kin.clear()
+        self.neighbor_groups.clear()
         self.changes += 1
 
     def relatives(self, key: Key, normal: Normal) -> list[tuple[str, Key, Key]]:
         """Texts, keys and normal keys of the kin of a normal key; `normal` is the same for all keys of an op."""
         group = _group(key)
-        if group not in self.kin:
+        if group not in self.neighbor_groups:
             kin: dict[object, list[tuple[str, Key, Key]]] = {}
             with process.paused():
                 for text in self.texts(group):
@@ -88,9 +88,9 @@ class _Shelf:
                         if text not in self.normal:
                             self.normal[text] = normal(own)
                         relative = (text, own, self.normal[text])
-                        kin.setdefault(relative[2].kin, []).append(relative)
-            self.kin[group] = kin
-        return self.kin[group].get(key.kin, [])
+                        kin.setdefault(relative[2].neighbor_group, []).append(relative)
+            self.neighbor_groups[group] = kin
+        return self.neighbor_groups[group].get(key.neighbor_group, [])
 
     def _key(self, text: str) -> Key | None:
         if text not in self.keys:
@@ -165,8 +165,8 @@ class PlanView:
             ]
         ranked = []
         for shelf, i, text, _, own in relatives:
-            apart = here.remoteness(own)
-            if apart - LAYOUT * here.uneven(own) <= reach:
+            apart = here.search_distance(own)
+            if apart - LAYOUT * here.alignment_mismatches(own) <= reach:
                 ranked.append((apart, i, text, shelf))
         for _, i, text, shelf in sorted(ranked, key=lambda rank: rank[:3]):
             with self._lock:

@@ -66,7 +66,7 @@ def install() -> None:
 
 
 @contextmanager
-def turn(patience_s: float = -1.0) -> Iterator[bool]:
+def capture_lock(patience_s: float = -1.0) -> Iterator[bool]:
     """This thread's turn to record a graph: PyTorch's generators know one recording, and streams come from a pool.
 
     A second one that begins meanwhile leaves a graph that aborts the process when it is destroyed. Who has waited for
@@ -113,7 +113,7 @@ def _cleared() -> None:
         _DEAD.clear()
 
 
-def bury(owner: Any, *names: str) -> None:
+def destroy_later(owner: Any, *names: str) -> None:
     """Take a recorded graph, and what else holds it, out of the owner's attributes; it is destroyed while nobody records."""
     _DEAD.extend(owner.__dict__.pop(name, None) for name in names)
     if _TURN.acquire(blocking=False):
@@ -149,7 +149,7 @@ def any_thread() -> bool:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def measuring_disabled() -> Iterator[None]:
     """Nothing is measured inside."""
     _HUSHED.depth = getattr(_HUSHED, "depth", 0) + 1
     try:
@@ -158,14 +158,14 @@ def hushed() -> Iterator[None]:
         _HUSHED.depth -= 1
 
 
-def measurable(device: torch.device) -> bool:
+def can_tune_now(device: torch.device) -> bool:
     """Whether a plan may come of calls here: measuring disturbs nobody, and PyTorch was not asked for the same bits in every run."""
-    return quiet(device) and not torch.are_deterministic_algorithms_enabled()
+    return can_measure_now(device) and not torch.are_deterministic_algorithms_enabled()
 
 
-def quiet(device: torch.device) -> bool:
+def can_measure_now(device: torch.device) -> bool:
     """True where measuring disturbs nobody: no thread captures, and this one neither traces nor transforms."""
-    return not getattr(_HUSHED, "depth", 0) and calm(device)
+    return not getattr(_HUSHED, "depth", 0) and can_call_now(device)
 
 
 def _many_vectors() -> bool:
@@ -174,7 +174,7 @@ def _many_vectors() -> bool:
     return torch._C._vmapmode_decrement_nesting() > 0
 
 
-def calm(device: torch.device) -> bool:
+def can_call_now(device: torch.device) -> bool:
     """The same for a few small calls, which the kernel of a registered op may make under whatever modes it was called."""
     return not (
         capturing(device)

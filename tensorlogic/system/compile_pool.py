@@ -15,7 +15,7 @@ from queue import PriorityQueue
 from typing import Any, cast
 
 from . import process, settings
-from .compile_workers import SUPPORTED, Nursery, Worker, attempt
+from .compile_workers import SUPPORTED, ForkServer, Worker, attempt
 
 
 class CompileFailure(RuntimeError):
@@ -32,7 +32,7 @@ class _Workers:
         self.count, self.threads, self.open, self.started = count, 0, 0, 0
         self.missing = False  # no process can be started here
         self.lock = threading.Lock()
-        self.nursery = Nursery()
+        self.fork_server = ForkServer()
         self.entering = threading.Lock()  # one submits at a time
         self.queue: PriorityQueue[tuple[int, int, Any, Future[str | None]]] = PriorityQueue()
         self.entries = 0
@@ -109,7 +109,7 @@ class _Workers:
 
     def _start(self) -> Worker | None:
         try:
-            worker = self.nursery.worker()
+            worker = self.fork_server.worker()
         except (OSError, EOFError):
             self.missing = True
             return None
@@ -121,7 +121,7 @@ class _Workers:
     def close(self) -> None:
         for future in list(self.jobs.values()):
             future.cancel()
-        self.nursery.close()
+        self.fork_server.close()
 
 
 _numbers = itertools.count(1)  # of scopes in which somebody waits, as they begin ...
@@ -129,7 +129,7 @@ _scope: ContextVar[int] = ContextVar("tensorlogic_scope", default=0)  # ... the 
 _hurried: ContextVar[bool] = ContextVar("tensorlogic_hurried", default=False)
 _workers: _Workers | None = None
 _making = threading.Lock()
-process.new_in_children(globals(), _making=threading.Lock)
+process.renew_after_fork(globals(), _making=threading.Lock)
 _own: set[Any] = set()  # jobs that were this process's to compile
 
 
@@ -158,7 +158,7 @@ def prepare() -> None:
     pool = _pool()
     if pool is not None:
         with contextlib.suppress(OSError):  # the caller will compile
-            pool.nursery.open()
+            pool.fork_server.open()
 
 
 def submit(jobs: Iterable[Any]) -> None:
@@ -209,7 +209,7 @@ def awaited() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hurried(wanted: bool = True) -> Iterator[None]:
+def no_new_compiles(wanted: bool = True) -> Iterator[None]:
     """Inside, what nobody has measured on a key serves it only where nothing has to be compiled for that first."""
     token = _hurried.set(wanted)
     try:
@@ -218,7 +218,7 @@ def hurried(wanted: bool = True) -> Iterator[None]:
         _hurried.reset(token)
 
 
-in_a_hurry = _hurried.get
+new_compiles_forbidden = _hurried.get
 
 
 def elsewhere() -> bool:

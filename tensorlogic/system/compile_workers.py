@@ -44,7 +44,7 @@ class Worker:
         self.end.close()
 
 
-class Nursery:
+class ForkServer:
     """A process that has imported what workers need, and forks them: the second costs milliseconds and shares its memory."""
 
     def __init__(self) -> None:
@@ -60,14 +60,18 @@ class Nursery:
             ours, its = socket.socketpair()
             with its:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-c", f"from {__name__} import nurse; nurse({its.fileno()})"],
+                    [
+                        sys.executable,
+                        "-c",
+                        f"from {__name__} import serve_forks; serve_forks({its.fileno()})",
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # a compiler's prints are no output of this program
                     pass_fds=(its.fileno(),),
                     env=environment(),
                     process_group=0,  # Ctrl-C is this process's to handle
                 )
-            stand_back(self.process.pid)
+            lower_priority(self.process.pid)
             self.line = ours
 
     def worker(self) -> Worker:
@@ -97,9 +101,9 @@ def environment() -> dict[str, str]:
     return inherited | found | alone | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
 
 
-def nurse(fd: int) -> None:
+def serve_forks(fd: int) -> None:
     """The nursery: forks a worker for every socket that comes; ends with its parent."""
-    stand_back(os.getpid())
+    lower_priority(os.getpid())
     line = socket.socket(fileno=fd)
     for name in PRELOADED:  # what is called `warm` there is called
         with contextlib.suppress(ImportError):  # no Triton: a job that needs it will say so
@@ -117,20 +121,20 @@ def nurse(fd: int) -> None:
         os.close(fds[0])
 
 
-def stand_back(pid: int) -> None:
+def lower_priority(pid: int) -> None:
     """Let a process, and those it starts, run where nobody else of this session wants to, and stop the moment somebody does.
 
     Threads that wait for each other, as PyTorch's do on a CPU, all wait where one of them shares its core: for slices of
     milliseconds, however nice the other one is.
     """
     if not hasattr(os, "SCHED_IDLE"):
-        give_way(pid, 19)
+        yield_priority(pid, 19)
         return
     with contextlib.suppress(OSError):
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
-def give_way(pid: int, niceness: int) -> None:
+def yield_priority(pid: int, niceness: int) -> None:
     """Let a process run after others by this much, at least.
 
     That counts within a session. Two sessions Linux weighs as wholes, and on each core apart: a program whose threads run on all

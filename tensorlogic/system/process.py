@@ -53,7 +53,7 @@ _thresholds = (0, 0, 0)
 
 
 @contextlib.contextmanager
-def young() -> Iterator[None]:
+def no_full_gc() -> Iterator[None]:
     """No full collection inside, unless asked for: each takes 70 ms where torch has traced a model (AMD EPYC, 2026-11-28)."""
     global _young, _thresholds
     with _LOCK:
@@ -84,7 +84,7 @@ def _forked() -> None:
     _collect_all()
 
 
-def new_in_children(scope: dict[str, Any], **locks: Callable[[], Any]) -> None:
+def renew_after_fork(scope: dict[str, Any], **locks: Callable[[], Any]) -> None:
     """Locks of a module that a forked process makes anew: whichever thread held one there does not exist in it."""
     in_children(lambda: scope.update({name: make() for name, make in locks.items()}))
 

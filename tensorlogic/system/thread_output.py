@@ -13,10 +13,10 @@ from . import process
 
 #: `sys.stdout` and what else of the process is set for a while: by one thread at a time, lest one restores what another has set.
 TURN = threading.RLock()
-process.new_in_children(globals(), TURN=threading.RLock)
+process.renew_after_fork(globals(), TURN=threading.RLock)
 
 
-class Aside(io.TextIOBase):
+class ThreadOutput(io.TextIOBase):
     """Stands for a stream of the process: keeps what one thread writes until it is over, and hands on what others do.
 
     None is ever freed. CPython's `print` holds no reference to the stream that it writes to (its issue 130163): another thread may
@@ -28,7 +28,9 @@ class Aside(io.TextIOBase):
     thread = 0
 
     def begin(self, kept: io.StringIO, other: Any) -> None:
-        while isinstance(other, Aside) and other.kept is None:  # put back by who had found it there
+        while (
+            isinstance(other, ThreadOutput) and other.kept is None
+        ):  # put back by who had found it there
             other = other.other
         self.other, self.thread, self.kept = other, threading.get_ident(), kept
 
@@ -52,12 +54,12 @@ class Aside(io.TextIOBase):
         return getattr(self.other, name)
 
 
-_KNOWN: list[Aside] = []  # to somebody else, who may write to them at any time
-_SPARE: list[Aside] = []
+_KNOWN: list[ThreadOutput] = []  # to somebody else, who may write to them at any time
+_SPARE: list[ThreadOutput] = []
 
 
 @contextlib.contextmanager
-def aside(*names: str) -> Iterator[io.StringIO]:
+def capture_output(*names: str) -> Iterator[io.StringIO]:
     """What this thread writes to `sys.stdout` or `sys.stderr` goes nowhere else."""
     out = io.StringIO()
     with TURN, contextlib.ExitStack() as after:
@@ -68,7 +70,7 @@ def aside(*names: str) -> Iterator[io.StringIO]:
 
 @contextlib.contextmanager
 def _stands_for(name: str, out: io.StringIO) -> Iterator[None]:
-    mine, before = _SPARE.pop() if _SPARE else Aside(), getattr(sys, name)
+    mine, before = _SPARE.pop() if _SPARE else ThreadOutput(), getattr(sys, name)
     alone = sys.getrefcount(mine)
     mine.begin(out, before)
     try:

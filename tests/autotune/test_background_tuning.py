@@ -55,7 +55,7 @@ CLOCK = Clock()
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> type[Planned]:
     monkeypatch.setattr(background_tuning, "time", CLOCK)
-    monkeypatch.setattr(background_tuning, "Study", Planned)
+    monkeypatch.setattr(background_tuning, "KeyTuner", Planned)
     monkeypatch.setattr(background_tuning, "_DOUBT", {"cpu": 1.0})
     CLOCK.now, Planned.made, Planned.spent, Planned.log = 0.0, 0, 0.0, []
     return Planned
@@ -206,7 +206,7 @@ def test_nothing_is_measured_where_it_may_not_be(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(background_tuning, "Study", lambda *a, **k: made.append(a))
+    monkeypatch.setattr(background_tuning, "KeyTuner", lambda *a, **k: made.append(a))
     changes = {
         "capture": {},
         "deterministic": {"deterministic": True},
@@ -228,11 +228,11 @@ def test_nothing_is_measured_where_it_may_not_be(
 def test_trouble_in_a_study_is_logged_and_never_the_callers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: tuner.Study) -> Iterator[float]:
+    def broken(self: tuner.KeyTuner) -> Iterator[float]:
         yield 0.0
         raise OSError("disk on fire")
 
-    monkeypatch.setattr(tuner.Study, "steps", broken)
+    monkeypatch.setattr(tuner.KeyTuner, "steps", broken)
     with tensorlogic.policy(tune="auto"):
         for _ in range(1000):
             assert tensorlogic.relu(torch.ones(7)).sum() == 7
@@ -249,7 +249,7 @@ def test_it_waits_for_the_compile_workers(monkeypatch: pytest.MonkeyPatch) -> No
             steps.append(1)
             yield 0.0
 
-    monkeypatch.setattr(background_tuning, "Study", Pending)
+    monkeypatch.setattr(background_tuning, "KeyTuner", Pending)
     monkeypatch.setattr(compile_pool, "ready", lambda jobs: False)
     with tensorlogic.policy(tune="auto"):
         for _ in range(1000):

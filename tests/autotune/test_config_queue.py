@@ -55,7 +55,7 @@ def planted(*kernels: tuple[str, list[Any]]) -> tuple[Op, Key]:
 
 
 def look(op: Op, key: Key, known: Plan | None = None, prompt_s: float = PROMPT_S) -> Plan:
-    plan = tuner.Study(
+    plan = tuner.KeyTuner(
         op, key, CPU, environment(CPU), known, budget_s=0.01, prompt_s=prompt_s
     ).run()
     assert plan is not None
@@ -85,7 +85,7 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
     assert plan.eager == "planted.quick"
     assert reasons(plan)["planted.slow"] == f"not measured{UNFINISHED}"
     assert not reasons(plan)["planted.quick"].endswith(UNFINISHED)
-    assert plan.unfinished
+    assert plan.incomplete
     learned = tune.Learned([plan])
     assert learned.unfinished == [key.text]
     assert str(learned).endswith("; kernels of 1 were still being compiled")
@@ -93,7 +93,7 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
     Path(slow.path + ".go").touch()
     finish(slow)
     plan = look(op, key, plan)
-    assert not plan.unfinished
+    assert not plan.incomplete
     assert measure_key.complete(op, plan, key)
     assert {e.status for e in plan.evidence} == {"measured"}
 
@@ -132,7 +132,7 @@ def test_without_a_limit_everything_is_waited_for(job: Any) -> None:
     plan = look(op, key, prompt_s=float("inf"))
     assert Path(late.path).exists()
     assert plan.eager == "planted.late"
-    assert not plan.unfinished
+    assert not plan.incomplete
 
 
 def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
@@ -147,7 +147,7 @@ def test_the_caller_begins_nothing_in_the_second_half_of_its_time(
     (clock := Clock(tick=0.01)).stands_in(monkeypatch, config_queue)
     monkeypatch.setattr(config_queue, "LOOK_S", 1e-3)
     came = []
-    for turn in config_queue.arriving(late, 2):
+    for turn in config_queue.as_compiled(late, 2):
         compile_pool.settle(turn.jobs[0])  # nobody has begun it: the caller compiles
         came.append(clock.now)
         clock.sleep(0.4)

@@ -119,7 +119,7 @@ def settled(first: Plan, second: Plan, free: set[str] | None = None) -> list[str
         reasons = {e.candidate: e.reason for e in p.evidence}
         other = "forward pass" if p.key.direction == "backward" else "gradient"
         assert reasons[p.captured] == f"captured with its {other}, the fastest pair; {UNFINISHED}"
-        assert p.unfinished
+        assert p.incomplete
     return [p.captured for p in found if p]
 
 

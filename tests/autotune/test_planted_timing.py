@@ -94,13 +94,13 @@ def test_one_that_fails_in_the_final_leaves_the_others_in_it(
         plant("faints", faints)
         """
     )
-    decide = tuner.Study._decide
+    decide = tuner.KeyTuner._decide
 
-    def final(self: tuner.Study, present: Any) -> None:
+    def final(self: tuner.KeyTuner, present: Any) -> None:
         sys.modules["planted_candidates"].KEPT["final"] = True
         decide(self, present)
 
-    monkeypatch.setattr(tuner.Study, "_decide", final)
+    monkeypatch.setattr(tuner.KeyTuner, "_decide", final)
     monkeypatch.setattr(ranking, "FINALISTS", 99)
     (plan,) = tensorlogic.tune(tensorlogic.linear, *inputs()).plans
     assert reasons(plan)["faints"] == "failed: Peculiar: worn out"

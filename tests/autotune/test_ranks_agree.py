@@ -15,13 +15,13 @@ import torch, torch.distributed as dist
 import tensorlogic
 from tensorlogic.autotune import background_tuning as background; from tensorlogic.plans import open_stores as stores
 from tensorlogic.core.op import OPS; from tensorlogic.core.candidate import Candidate
-from tensorlogic.autotune.tuner import Study
+from tensorlogic.autotune.tuner import KeyTuner
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
 runs = []
-measure = Study.run
-Study.run = lambda self: runs.append(self.key.text) or measure(self)
+measure = KeyTuner.run
+KeyTuner.run = lambda self: runs.append(self.key.text) or measure(self)
 x = torch.randn(64, 48)
 learned = tensorlogic.tune(tensorlogic.gelu, x)
 plan = next(iter(stores.current(x.device).plans()))

@@ -139,7 +139,9 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
     if native_hook_ops.available() is not None:
         pytest.skip(str(native_hook_ops.available()))
     tensorlogic.enable()
-    hook_extension.apart(-1)  # the policy of all tests: under one the guards remember nothing
+    hook_extension.count_policies(
+        -1
+    )  # the policy of all tests: under one the guards remember nothing
     asked: list[str] = []
     a, b = r(40, 64), r(64, 40)
     try:
@@ -162,7 +164,7 @@ def test_guards_remember_what_is_pytorchs_until_plans_change(served: list[str]) 
         assert asked == ["asked"] * 3
     finally:
         overrides._launcher = chosen
-        hook_extension.apart(1)
+        hook_extension.count_policies(1)
         policy.forget_entries()
         tensorlogic.disable()
 

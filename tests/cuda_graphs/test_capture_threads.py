@@ -24,10 +24,10 @@ from ..support.graphs import DEVICE, captured
 
 def test_turns_to_record_are_exclusive() -> None:
     def late() -> bool:
-        with capture_state.turn(0.05):  # gives up and goes on
+        with capture_state.capture_lock(0.05):  # gives up and goes on
             return capture_state._TURN.acquire(blocking=False)
 
-    with capture_state.turn(), ThreadPoolExecutor(1) as pool, capture_state.turn():
+    with capture_state.capture_lock(), ThreadPoolExecutor(1) as pool, capture_state.capture_lock():
         assert not pool.submit(late).result()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(late).result()
@@ -37,18 +37,18 @@ def test_turns_to_record_are_exclusive() -> None:
 def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
     """A graph in a cycle, whosever it is, would be destroyed by the recording thread and break its recording."""
     assert gc.isenabled()
-    with capture_state.turn():
+    with capture_state.capture_lock():
         assert not gc.isenabled()
-        with capture_state.turn():
+        with capture_state.capture_lock():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="no graph"), capture_state.turn():
+    with pytest.raises(ValueError, match="no graph"), capture_state.capture_lock():
         raise ValueError("no graph")
     assert gc.isenabled()
     gc.disable()
     try:
-        with capture_state.turn():
+        with capture_state.capture_lock():
             pass
         assert not gc.isenabled()  # as its owner wants it
     finally:
@@ -58,11 +58,11 @@ def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
 def test_nothing_is_collected_while_a_graph_is_recorded_beside_a_thread_that_imports() -> None:
     """Whoever ends first leaves the collector off for the other."""
     with process.paused():
-        with capture_state.turn():
+        with capture_state.capture_lock():
             pass
         assert not gc.isenabled()
     process.pause()
-    with capture_state.turn():
+    with capture_state.capture_lock():
         process.resume()
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -76,14 +76,14 @@ def test_a_graph_is_destroyed_while_nobody_records() -> None:
     def drop() -> weakref.ref[nn.Module]:
         owner = Owner()
         known = weakref.ref(owner.graph)
-        capture_state.bury(owner, "graph", "replay")
+        capture_state.destroy_later(owner, "graph", "replay")
         return known
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(drop).result()() is None
-        with capture_state.turn():
+        with capture_state.capture_lock():
             known, own = pool.submit(drop).result(), drop()
-            with capture_state.turn():
+            with capture_state.capture_lock():
                 pass
             assert known() is not None
             assert own() is not None  # not even by who records
@@ -163,7 +163,7 @@ def test_calls_are_not_warmed_up_where_another_thread_records(
     recording, over = threading.Event(), threading.Event()
 
     def record() -> None:
-        with capture_state.turn():
+        with capture_state.capture_lock():
             recording.set()
             assert over.wait(30)
 

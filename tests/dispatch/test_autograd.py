@@ -346,7 +346,7 @@ def test_a_forward_of_ours_takes_no_other_road_under_capture(
         with tensorlogic.policy(tune="off", force=force), torch.enable_grad():
             bound = bound_call.bind(op, args, policy.current(), recording=True)
         assert bound.choice.candidate.id == force
-        assert not bound.two_ways
+        assert not bound.has_capture_variant
 
 
 @pytest.mark.parametrize("name", ["mul", "div", "silu", "gelu", "softmax", "max", "affine"])

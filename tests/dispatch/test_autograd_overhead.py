@@ -40,7 +40,7 @@ def test_a_short_recorded_call_is_pytorchs_unless_much_is_gained(
     monkeypatch.setattr(tuner, "AUTOGRAD_OVERHEAD_US", lambda: 8.0)
     monkeypatch.setattr(timer, "device_samples", timed)
     key = RELU.key((torch.ones(3, 4), saves), direction)
-    plan = tuner.Study(RELU, key, CPU, environment(CPU)).run()
+    plan = tuner.KeyTuner(RELU, key, CPU, environment(CPU)).run()
     assert plan is not None
     assert (plan.eager == EAGER) == (saves and eager_us < 2)
     assert plan.captured != EAGER  # a captured call is not recorded anew

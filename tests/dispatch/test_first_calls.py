@@ -222,17 +222,17 @@ def test_a_model_is_optimised_without_full_collections() -> None:
         tensorlogic.optimize(Looks(), torch.ones(2), budget_s=0)
         assert set(seen) == {(True, (500, 7, process.NEVER))}
         assert gc.get_threshold() == (500, 7, 8)
-        one, two = process.young(), process.young()
+        one, two = process.no_full_gc(), process.no_full_gc()
         one.__enter__()
         two.__enter__()
         one.__exit__(None, None, None)
         assert gc.get_threshold() == (500, 7, process.NEVER)
         two.__exit__(None, None, None)
         assert gc.get_threshold() == (500, 7, 8)
-        with pytest.raises(ValueError, match="inside"), process.young():
+        with pytest.raises(ValueError, match="inside"), process.no_full_gc():
             raise ValueError("inside")
         assert gc.get_threshold() == (500, 7, 8)
-        with process.young():
+        with process.no_full_gc():
             gc.set_threshold(9, 9, 9)  # a program that sets its own meanwhile keeps it
         assert gc.get_threshold() == (9, 9, 9)
     finally:
@@ -248,7 +248,7 @@ import gc, os, sys, threading, time
 from tensorlogic.system import process as starting
 inside, out = threading.Event(), threading.Event()
 def other():
-    with starting.paused(), starting.young():
+    with starting.paused(), starting.no_full_gc():
         inside.set(); out.wait(20)
 own = gc.get_threshold()
 thread = threading.Thread(target=other); thread.start(); inside.wait(20)
@@ -256,7 +256,7 @@ assert not gc.isenabled() and gc.get_threshold()[2] == starting.NEVER
 pid = os.fork()
 if not pid:
     ok = gc.isenabled() and gc.get_threshold() == own
-    with starting.paused(), starting.young():
+    with starting.paused(), starting.no_full_gc():
         ok = ok and not gc.isenabled() and gc.get_threshold()[2] == starting.NEVER
     os._exit(0 if ok and gc.isenabled() and gc.get_threshold() == own else 1)
 code = os.waitpid(pid, 0)[1]

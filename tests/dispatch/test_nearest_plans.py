@@ -77,7 +77,7 @@ def lent(key: Key, *plans: Plan) -> tuple[str, dict[str, Any]]:
 def test_a_plan_whose_kernel_goes_its_way_counts_more_than_one_as_near_whose_does_not() -> None:
     """Rows of 200 are held, rows of 1,536 are swept: 103 us instead of 9, where PyTorch takes 34 (H100)."""
     key, near, other = scores(80, 1536), scores(200, 200), scores(600, 600)
-    assert abs(key.remoteness(near) - key.remoteness(other)) < 0.2
+    assert abs(key.search_distance(near) - key.search_distance(other)) < 0.2
     plans = [
         measured(near, "triton.scores", HELD, after_product=25.0),
         measured(other, "triton.after_product", REGISTERS, scores=18.0),

@@ -78,18 +78,18 @@ def test_in_a_hurry_nothing_is_compiled_for_what_nobody_has_measured(
     compiles: dict[str, Any] = {"jobs": lambda *_: ["kernel"], "guess": lambda key: 0.1}
     RELU.candidates["toy.a"] = replace(RELU.candidates["toy.a"], **compiles)
     RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], guess=lambda key: 0.2)
-    with compile_pool.hurried():
-        assert decided(x) == (decision.AT_HAND, "toy.b")
+    with compile_pool.no_new_compiles():
+        assert decided(x) == (decision.NO_NEW_COMPILES, "toy.b")
     assert decided(x) == ("cost model", "toy.a")
     put(plan(key_of(other), "toy.a"))
-    with compile_pool.hurried():
-        assert decided(x) == (decision.AT_HAND, "toy.b")
+    with compile_pool.no_new_compiles():
+        assert decided(x) == (decision.NO_NEW_COMPILES, "toy.b")
         tensorlogic.relu(x)
     tensorlogic.relu(x)
     assert served == ["toy.b", "toy.a"]  # nothing of the hurry is kept
-    with compile_pool.hurried():
+    with compile_pool.no_new_compiles():
         RELU.candidates["toy.b"] = replace(RELU.candidates["toy.b"], **compiles)
-        assert decided(x) == (decision.AT_HAND, EAGER)
+        assert decided(x) == (decision.NO_NEW_COMPILES, EAGER)
         with monkeypatch.context() as patch:
             patch.setattr(compile_pool, "_own", {"kernel"})  # as if it had been compiled
             assert decided(x)[0].startswith("neighbour relu inference x=f32[128,64]")

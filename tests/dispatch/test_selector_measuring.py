@@ -44,13 +44,13 @@ def test_off_measures_nothing(served: Served) -> None:
 
 def test_full_measures_on_first_sight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    init = tuner.Study.__init__
+    init = tuner.KeyTuner.__init__
 
-    def noted(self: tuner.Study, op: Any, key: Key, *rest: Any, **named: Any) -> None:
+    def noted(self: tuner.KeyTuner, op: Any, key: Key, *rest: Any, **named: Any) -> None:
         made.append(key.text)
         init(self, op, key, *rest, **named)
 
-    monkeypatch.setattr(tuner.Study, "__init__", noted)
+    monkeypatch.setattr(tuner.KeyTuner, "__init__", noted)
     x = torch.randn(8, 8)
     with tensorlogic.policy(tune="full"):
         for _ in range(3):

@@ -153,7 +153,7 @@ def test_right_kernels_are_not_refused_for_odd_shapes(shape: tuple[int, ...]) ->
             x = torch.randn(shape).to(dtype)
             given = (x, x) if name == "div" else (x,)
             key = op.key((*given, *rest, False), "inference")
-            assert self_test.refusal(op, key, candidate, {}, CPU) is None
+            assert self_test.self_test_refusal(op, key, candidate, {}, CPU) is None
 
 
 def test_a_kind_has_the_layout_of_its_key() -> None:
@@ -186,8 +186,10 @@ def test_a_call_while_a_trace_is_made_is_served_by_pytorch_and_checked_later(pla
     x, met = torch.randn(100), []
 
     def traced(x: Tensor) -> Tensor:
-        with pytest.raises(self_test.Later):
-            self_test.refusal(OPS["gelu"], key, OPS["gelu"].candidates["cpu.fused"], {}, CPU)
+        with pytest.raises(self_test.CannotTestNow):
+            self_test.self_test_refusal(
+                OPS["gelu"], key, OPS["gelu"].candidates["cpu.fused"], {}, CPU
+            )
         met.append(1)
         return tensorlogic.gelu(x)
 
@@ -219,7 +221,7 @@ def test_every_vouched_candidate_is_right_on_the_kinds_of_its_ops_cases() -> Non
                 kind = self_test.kind_of(op, key)
                 if candidate.unfit(key) is None and candidate.unfit(kind) is None:
                     config = candidate.configs(key)[0]
-                    assert self_test.refusal(op, key, candidate, config, CPU) is None
+                    assert self_test.self_test_refusal(op, key, candidate, config, CPU) is None
 
 
 def test_another_process_reads_what_was_found() -> None:

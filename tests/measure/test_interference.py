@@ -47,8 +47,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     made.stands_in(monkeypatch, timer, tuner, verification, interference)
     monkeypatch.setattr(interference, "DRIFT", 1.25)
-    monkeypatch.setattr(interference.Patience, "spent_s", 0.0)
-    monkeypatch.setattr(interference.Patience, "since", 0.0)
+    monkeypatch.setattr(interference.WaitBudget, "spent_s", 0.0)
+    monkeypatch.setattr(interference.WaitBudget, "since", 0.0)
     return made
 
 
@@ -56,7 +56,7 @@ def plus(x: Tensor) -> Tensor:
     return x + 1
 
 
-def planted(machine: Machine, clock: interference.Clock | None) -> tuple[Op, Key]:
+def planted(machine: Machine, clock: interference.InterferenceProbe | None) -> tuple[Op, Key]:
     """x + 1 by torch.eager, 1 ms, and by a shaky candidate that takes 0.65 at best."""
     op = Op(plus, flops=lambda key: 1.0, traffic=lambda key: 1.0, listed=False)
 
@@ -76,20 +76,22 @@ def planted(machine: Machine, clock: interference.Clock | None) -> tuple[Op, Key
 
 
 def look(op: Op, key: Key, background: bool = False) -> Plan:
-    made = tuner.Study(op, key, CPU, environment(CPU), background=background)
+    made = tuner.KeyTuner(op, key, CPU, environment(CPU), background=background)
     plan = made.run()
     assert plan is not None
     return plan
 
 
-def ticking(machine: Machine) -> interference.Clock:
+def ticking(machine: Machine) -> interference.InterferenceProbe:
     """A clock that runs on what the planted candidate runs on, looked at while nothing disturbs it."""
-    clock = interference.Clock(lambda: lambda: machine.work(100.0, True))
+    clock = interference.InterferenceProbe(lambda: lambda: machine.work(100.0, True))
     assert not clock.slow()
     return clock
 
 
-def chosen(machine: Machine, clock: interference.Clock | None, begin: float, length: float) -> str:
+def chosen(
+    machine: Machine, clock: interference.InterferenceProbe | None, begin: float, length: float
+) -> str:
     """The choice where a spell of that length begins so long after the study, or before."""
     op, key = planted(machine, clock)
     machine.now += 50.0
@@ -128,7 +130,7 @@ def test_patience_ends_and_the_plan_says_so(machine: Machine) -> None:
     assert reasons["planted.shaky"].endswith(DISTURBED)
     assert not reasons[EAGER].endswith(DISTURBED)
     assert not measure_key.complete(op, plan, key)  # so that it is measured again, but not for ever
-    second = tuner.Study(op, key, CPU, environment(CPU), known=plan).run()
+    second = tuner.KeyTuner(op, key, CPU, environment(CPU), known=plan).run()
     assert second is not None
     assert second.evidence[1].reason.endswith("both times")
     assert measure_key.complete(op, second, key)
@@ -145,7 +147,7 @@ def test_in_the_background_nobody_waits(machine: Machine) -> None:
     clock = ticking(machine)
     op, key = planted(machine, clock)
     machine.spells = [(machine.now, machine.now + 0.8)]
-    made = tuner.Study(op, key, CPU, environment(CPU), background=True)
+    made = tuner.KeyTuner(op, key, CPU, environment(CPU), background=True)
     steps = 0
     for _ in made.steps():
         machine.now += 0.1  # calls of the program
@@ -154,22 +156,24 @@ def test_in_the_background_nobody_waits(machine: Machine) -> None:
     assert made.plan is not None
     assert made.plan.eager == "planted.shaky"
     machine.spells = [(machine.now, machine.now + 1e6)]
-    endless = tuner.Study(op, key, CPU, environment(CPU), background=True)
+    endless = tuner.KeyTuner(op, key, CPU, environment(CPU), background=True)
     assert sum(1 for _ in endless.steps()) < steps + 2 * interference.POSTPONED
     assert endless.plan is not None
 
 
 def test_a_clock_learns_its_least_time(machine: Machine) -> None:
     readings = itertools.chain([5.0] * 10, [9.0] * 4, [5.5] * 4, [3.0] * 4, [5.0] * 4)
-    clock = interference.Clock(lambda: lambda: machine.work(next(readings) * 1e3, False))
+    clock = interference.InterferenceProbe(
+        lambda: lambda: machine.work(next(readings) * 1e3, False)
+    )
     assert [clock.slow() for _ in range(5)] == [False, True, False, False, True]
-    nothing = interference.Clock(lambda: None)
+    nothing = interference.InterferenceProbe(lambda: None)
     assert not nothing.slow()
 
 
-def _reading(machine: Machine, us: float) -> interference.Clock:
+def _reading(machine: Machine, us: float) -> interference.InterferenceProbe:
     """A clock of a new process, every reading of which is that long."""
-    return interference.Clock(lambda: lambda: machine.work(us, False), Notes(".clock"))
+    return interference.InterferenceProbe(lambda: lambda: machine.work(us, False), Notes(".clock"))
 
 
 def test_a_first_reading_that_is_disturbed_is_told_by_what_an_earlier_process_read(

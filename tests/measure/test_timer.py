@@ -119,7 +119,7 @@ def test_what_runs_between_calls_does_not_count(work: Spin) -> None:
     pairs = list(itertools.pairwise(ran))
     assert ("short", "between") in pairs
     assert ("short", "short") not in pairs
-    assert timer.foreign(CPU) is None
+    assert timer.vendor_gap_filler(CPU) is None
     nothing = timer.device_samples({"a": [lambda: None]}, CPU, 0.02, 5, call("between", 300.0))
     assert min(nothing.values["a"]) >= timer.LEAST_US
 
@@ -165,12 +165,12 @@ def test_gradients_are_timed_between_other_kernels(
         return "a foreign kernel"
 
     monkeypatch.setattr(timer, "device_samples", timed)
-    monkeypatch.setattr(timer, "foreign", foreign)
+    monkeypatch.setattr(timer, "vendor_gap_filler", foreign)
     name, args = ("relu", (torch.ones(3, 4), False))
     if direction == "backward":
         name, args = "softmax_backward", (torch.ones(3, 4), torch.ones(3, 4), 1)
     key = OPS[name].key(args, direction)
-    assert tuner.Study(OPS[name], key, CPU, environment(CPU)).run() is not None
+    assert tuner.KeyTuner(OPS[name], key, CPU, environment(CPU)).run() is not None
     assert set(between) == {"a foreign kernel" if direction == "backward" else None}
 
 
@@ -367,7 +367,7 @@ def test_evidence_says_why_each_lost() -> None:
     x, w = torch.randn(32, 32).half(), torch.randn(32, 32).half()
     op = OPS["linear"]
     key = op.key((x, w, None, None, "relu", False), "inference")
-    plan = tuner.Study(op, key, CPU, environment(CPU)).run()
+    plan = tuner.KeyTuner(op, key, CPU, environment(CPU)).run()
     assert plan is not None
     by_id = {e.candidate: e for e in plan.evidence}
     assert set(by_id) == set(op.candidates)
@@ -409,7 +409,7 @@ def test_a_key_that_cannot_be_measured_has_no_plan(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("no room for the inputs")
 
     monkeypatch.setattr(tuner, "Checker", full_memory)
-    assert tuner.Study(op, op.key((x, False), "inference"), CPU, environment(CPU)).run() is None
+    assert tuner.KeyTuner(op, op.key((x, False), "inference"), CPU, environment(CPU)).run() is None
     learned = tensorlogic.tune(tensorlogic.relu, x)
     assert len(learned.unmeasured) == 1
     assert "could not be measured" in str(learned)

@@ -132,7 +132,7 @@ def test_rules_are_timed_after_a_few_large_transfers_and_in_calm(
     calm = [True]
     monkeypatch.setattr(pinned_buffers.Stager, "_by", lambda *_: None)
     monkeypatch.setattr(pinned_buffers.Stager, "_settle", lambda self: settled.append(self.left))
-    monkeypatch.setattr(pinned_buffers.capture_state, "calm", lambda _: calm[0])
+    monkeypatch.setattr(pinned_buffers.capture_state, "can_call_now", lambda _: calm[0])
     large, small = (
         torch.empty(n, dtype=torch.uint8) for n in (pinned_buffers.LARGE, pinned_buffers.LARGE - 1)
     )

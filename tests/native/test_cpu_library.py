@@ -274,7 +274,7 @@ def test_absent_library_gives_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(RuntimeError, match="not built"):
         cpu_library.op("add")
     assert cpu_library.isa() is None
-    assert cpu_library.misled() is None
+    assert cpu_library.bad_setting() is None
     assert cpu_library.available("cuda") is not None
 
 
@@ -356,8 +356,8 @@ def test_a_library_that_is_cut_short_is_not_loaded(
     """Loading what an interrupted copy has left would end the process by a bus error."""
     short = tmp_path / library_files.library().name
     short.write_bytes(library_files.library().read_bytes()[:size])
-    assert library_files.cut_short(short)
-    assert not library_files.cut_short(library_files.library())
+    assert library_files.is_truncated(short)
+    assert not library_files.is_truncated(library_files.library())
     monkeypatch.setattr(library_files, "library", lambda: short)
     assert "is cut short" in str(cpu_library._load())
 

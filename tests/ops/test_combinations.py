@@ -100,7 +100,9 @@ def test_nothing_stands_in_front_of_what_is_fast(
     x, w, q = torch.randn(1, 4, 12, 12), torch.randn(4, 4, 3, 3), torch.randn(1, 2, 40, 16)
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     tensorlogic.enable()
-    hook_extension.apart(-1)  # the policy of all tests: under one the guards remember nothing
+    hook_extension.count_policies(
+        -1
+    )  # the policy of all tests: under one the guards remember nothing
     try:
         with torch.no_grad():
             for _ in range(3):
@@ -113,6 +115,6 @@ def test_nothing_stands_in_front_of_what_is_fast(
                 F.scaled_dot_product_attention(*[q.bfloat16()] * 3)
             assert asked == known + [attention] * (not hardware)
     finally:
-        hook_extension.apart(1)
+        hook_extension.count_policies(1)
         hook_extension.forget()
         tensorlogic.disable()

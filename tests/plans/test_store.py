@@ -291,7 +291,7 @@ def test_rows_of_any_number_are_neighbours_and_those_that_divide_alike_are_neare
     assert near.key == linear(144, 128, 128)
     many = [(spec(n, 12, 128, 64), spec(n, 12, 128, 64, constant=True), None) for n in (2, 3, 4)]
     keys = [linear(1, 1, 1, tensors=tensors) for tensors in many]
-    assert keys[0].kin == keys[1].kin
+    assert keys[0].neighbor_group == keys[1].neighbor_group
     assert keys[0].distance(keys[1]) < keys[0].distance(keys[2]) == 1.0
 
 
@@ -308,8 +308,10 @@ def test_a_plan_of_the_same_layout_comes_before_a_nearer_one(store: PlanStore) -
     near = store.nearest(asked, anything)
     assert near is not None
     assert near.key == padded(512, 256, 256, 64)
-    assert asked.laid_otherwise(near.key) == asked.laid_otherwise(padded(128, 128, 128, 8)) == 0
-    assert asked.laid_otherwise(linear(128, 128, 128, device="cuda")) == 1
+    assert (
+        asked.layout_mismatches(near.key) == asked.layout_mismatches(padded(128, 128, 128, 8)) == 0
+    )
+    assert asked.layout_mismatches(linear(128, 128, 128, device="cuda")) == 1
     far = store.nearest(padded(128, 128, 32768, 64), anything)
     assert far is not None
     assert far.key == padded(512, 256, 256, 64)
@@ -332,10 +334,10 @@ def test_a_plan_whose_lines_are_as_even_comes_before_one_a_little_nearer(store: 
     store.put(plan(near))
     store.put(plan(far))
     asked = linear(128, 333, 128, device="cuda")
-    assert asked.uneven(near) == 3  # two tensors, and no other of its is uneven
-    assert asked.uneven(far) == 0
+    assert asked.alignment_mismatches(near) == 3  # two tensors, and no other of its is uneven
+    assert asked.alignment_mismatches(far) == 0
     half = linear(128, 333, 64, device="cuda")
-    assert asked.uneven(half) == 0
+    assert asked.alignment_mismatches(half) == 0
     assert asked.distance(near) < asked.distance(far)
     found = store.nearest(asked, anything)
     assert found is not None

@@ -91,7 +91,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was measured")
 
-    monkeypatch.setattr(tuner.Study, "__init__", refuse)
+    monkeypatch.setattr(tuner.KeyTuner, "__init__", refuse)
     monkeypatch.setattr(timer, "device_samples", refuse)
 
 
@@ -284,7 +284,7 @@ def job(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     sys.modules.pop("compile_jobs", None)
 
 
-class Kept(compile_workers.Nursery):
+class Kept(compile_workers.ForkServer):
     """Forks workers for one test after the other."""
 
     def close(self) -> None:
@@ -295,13 +295,13 @@ class Kept(compile_workers.Nursery):
 def kept() -> Iterator[Kept]:
     nursery = Kept()
     yield nursery
-    compile_workers.Nursery.close(nursery)
+    compile_workers.ForkServer.close(nursery)
 
 
 @pytest.fixture
 def nursed(job: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """This test's worker is forked from a process that others use, too, since importing PyTorch takes it 2 s."""
-    monkeypatch.setattr(compile_pool, "Nursery", lambda: kept)
+    monkeypatch.setattr(compile_pool, "ForkServer", lambda: kept)
 
 
 def finish(*jobs: Any) -> None:

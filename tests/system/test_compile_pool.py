@@ -233,7 +233,7 @@ compiling.submit([Job("sleep", {str(tmp_path / "out")!r})])
 pool = compiling._workers
 while pool.started == 0:
     time.sleep(0.01)
-print(pool.nursery.process.pid, flush=True)
+print(pool.fork_server.process.pid, flush=True)
 time.sleep(60)
 """
     path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
@@ -268,7 +268,7 @@ def test_preparing_starts_no_worker(job: Any) -> None:
     compile_pool.prepare()
     pool = compile_pool._workers
     assert pool is not None
-    assert pool.nursery.process is not None
+    assert pool.fork_server.process is not None
     assert pool.started == 0
     compile_pool.submit((job("fine"),))
     finish(job("fine"))
@@ -281,7 +281,7 @@ def test_workers_run_where_nobody_else_wants_to(job: Any) -> None:
     imports takes seconds. Beside another session Linux weighs this one as a whole: so it is in this one, out of Ctrl-C's reach."""
     compile_pool.prepare()
     assert compile_pool._workers is not None
-    nursery = compile_pool._workers.nursery.process
+    nursery = compile_pool._workers.fork_server.process
     assert nursery is not None
     classes = [os.sched_getscheduler(nursery.pid)]  # before it has imported anything
     compile_pool.submit((job("fine"),))

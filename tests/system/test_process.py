@@ -63,7 +63,7 @@ def test_who_counts_policies_while_the_hooks_are_loaded_does_not_wait_for_itself
 
     def inside() -> None:
         with hook_extension._lock:
-            hook_extension.apart(0)
+            hook_extension.count_policies(0)
             done.set()
 
     threading.Thread(target=inside, daemon=True).start()

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from tensorlogic.system.thread_output import Aside, aside
+from tensorlogic.system.thread_output import ThreadOutput, capture_output
 
 IN_TURN = """
     import io, sys, threading, time
-    from tensorlogic.system.thread_output import aside
+    from tensorlogic.system.thread_output import capture_output
 
     sys.setswitchinterval(1e-6)
     sys.stdout = here = io.StringIO()
@@ -22,7 +22,7 @@ IN_TURN = """
 
     def work():
         while time.monotonic() < until:
-            with aside("stdout", "stderr") as kept:
+            with capture_output("stdout", "stderr") as kept:
                 print("mine")
             assert kept.getvalue() == "mine\\n", kept.getvalue()
 
@@ -50,14 +50,14 @@ def test_who_prints_meanwhile_writes_every_line() -> None:
 
 def test_a_stream_is_used_again_unless_somebody_keeps_it() -> None:
     def one() -> int:
-        with aside("stdout"):
+        with capture_output("stdout"):
             return id(sys.stdout)
 
     first = one()
     assert one() == first
-    with aside("stdout"):
+    with capture_output("stdout"):
         kept = sys.stdout
-    assert isinstance(kept, Aside)
+    assert isinstance(kept, ThreadOutput)
     assert id(kept) == first
     assert one() != first
 
@@ -65,10 +65,10 @@ def test_a_stream_is_used_again_unless_somebody_keeps_it() -> None:
 def test_a_kept_stream_writes_to_where_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     before, later = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", before)
-    with aside("stdout"):
+    with capture_output("stdout"):
         kept = sys.stdout
     monkeypatch.setattr(sys, "stdout", later)
-    with aside("stdout") as text:
+    with capture_output("stdout") as text:
         print("here", file=kept)
     print("there", file=kept)
     assert (before.getvalue(), later.getvalue(), text.getvalue()) == ("here\nthere\n", "", "")
@@ -77,9 +77,9 @@ def test_a_kept_stream_writes_to_where_it_wrote(monkeypatch: pytest.MonkeyPatch)
 def test_streams_within_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     out = sys.stdout
-    with aside("stdout") as outer:
+    with capture_output("stdout") as outer:
         print("a")
-        with aside("stdout") as inner:
+        with capture_output("stdout") as inner:
             print("b")
             other = threading.Thread(target=print, args=("c",))
             other.start()
@@ -93,14 +93,14 @@ def test_one_that_is_over_and_put_back_is_no_circle(monkeypatch: pytest.MonkeyPa
     """Who redirects in another thread may put back what stood there only for a while."""
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    with aside("stdout"):
-        with aside("stdout"):
+    with capture_output("stdout"):
+        with capture_output("stdout"):
             inner = sys.stdout
         outer = sys.stdout
     for left in (inner, outer, inner):
         monkeypatch.setattr(sys, "stdout", left)
         for _ in range(3):
-            with aside("stdout") as text, aside("stdout"):
+            with capture_output("stdout") as text, capture_output("stdout"):
                 print("kept", file=left)
             print("x")
         assert text.getvalue() == ""
@@ -109,7 +109,7 @@ def test_one_that_is_over_and_put_back_is_no_circle(monkeypatch: pytest.MonkeyPa
 
 def test_no_stream_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as under pythonw
-    with aside("stdout") as text:
+    with capture_output("stdout") as text:
         print("kept")
         left = sys.stdout
     assert text.getvalue() == "kept\n"
@@ -123,5 +123,5 @@ def test_a_stream_answers_as_the_one_that_it_stands_for(
 ) -> None:
     real = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr(sys, "stdout", real)
-    with aside("stdout"):
+    with capture_output("stdout"):
         assert sys.stdout.buffer is real.buffer

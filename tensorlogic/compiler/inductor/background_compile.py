@@ -85,7 +85,7 @@ class Later:
 
     def _look(self) -> None:
         device = self.program.device
-        quiet = capture_state.measurable(device) and plain_modes()
+        quiet = capture_state.can_tune_now(device) and plain_modes()
         if not quiet or not self.program._context():
             return
         if not self.lock.acquire(blocking=False):

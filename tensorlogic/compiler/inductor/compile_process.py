@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from ...guards.errors import first_line
 from ...system import settings
-from ...system.compile_workers import give_way
+from ...system.compile_workers import yield_priority
 from ..trace.compiled_call import Look
 from ..trace.graph_facts import random_call
 from ..trace.serialization import packed, unpacked
@@ -49,7 +49,7 @@ class Job:
 
     def run(self) -> str | None:
         """Compile and save; returns why that could not be."""
-        give_way(os.getpid(), self.niceness)
+        yield_priority(os.getpid(), self.niceness)
         torch.set_num_threads(self.threads)
         torch.set_float32_matmul_precision(self.precision)
         try:
@@ -125,7 +125,7 @@ class Compiling:
                 env=_environment(artifact.parent),
                 process_group=0,  # Ctrl-C is this process's to handle
             )
-        give_way(self.process.pid, niceness)
+        yield_priority(self.process.pid, niceness)
 
     def wait(self, seconds: float) -> None:
         """Wait until the process has ended, or for so many seconds."""

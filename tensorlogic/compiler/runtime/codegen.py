@@ -94,10 +94,12 @@ class Sites:
         fits = found is not None and found.unfit(key) is None  # another memory layout may have come
         if fits and not policy.reproducible and policy.forced(op.name) is None:
             policy = replace(policy, tune="off", force={op.name: self.forced[name]}, entries={})
-        with compile_pool.hurried(name in self.hurried or compile_pool.in_a_hurry()):
+        with compile_pool.no_new_compiles(
+            name in self.hurried or compile_pool.new_compiles_forbidden()
+        ):
             bound = bound_call.bind(op, ready, policy, recording)
         self.chosen[name] = bound.choice.candidate.id
-        if bound.choice.source == decision.AT_HAND:
+        if bound.choice.source == decision.NO_NEW_COMPILES:
             self.hurried.add(name)
         return _call(bound, [p for p in places if p is not None], dynamic)
 

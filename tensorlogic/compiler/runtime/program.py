@@ -35,7 +35,7 @@ VERSION, WANTS = attrgetter("_version"), attrgetter("requires_grad")
 PATIENCE = 8
 REST = 64  # calls between two looks, at most
 _REFRESHING = threading.RLock()
-process.new_in_children(globals(), _REFRESHING=threading.RLock)
+process.renew_after_fork(globals(), _REFRESHING=threading.RLock)
 
 
 class Program:

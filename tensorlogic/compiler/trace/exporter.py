@@ -19,7 +19,7 @@ from ...cuda_graphs.host_rng import NUMPY, PYTHON, same
 from ...guards.errors import Untraceable, first_line
 from ...guards.model_guard import HOOKS
 from ...guards.model_state import identities
-from ...system.thread_output import aside
+from ...system.thread_output import capture_output
 from .graph_facts import constants, counts, functional, own_outputs, statistics, writes
 from .model_copies import live_tensors
 from .traced_graph import Trace, counters
@@ -184,7 +184,7 @@ def witness() -> Iterator[Seen]:
 
     Nothing is printed by this thread, or logged by any, meanwhile: PyTorch shows whole graphs where tracing fails.
     """
-    with aside("stdout", "stderr") as out:
+    with capture_output("stdout", "stderr") as out:
         seen, quiet = Seen(), logging.root.manager.disable
         generators = [(*generator, generator[1]()) for generator in (PYTHON, NUMPY)]
         modes = torch.is_grad_enabled()

@@ -75,7 +75,7 @@ class Judge:
             for waits in (False, True) if jobs else (True,):
                 for region, env in self._walk(at, regions, values):
                     if waits or compile_pool.there(jobs.get(region.root, ())):
-                        with compile_pool.hurried(self._hurries(region)):
+                        with compile_pool.no_new_compiles(self._hurries(region)):
                             found[region.root] = self._one(region, env)
                         self.passed[region.op, region.root, region.calls] = found[region.root]
                 at = {root: r for root, r in at.items() if root not in found}
@@ -293,7 +293,7 @@ def raced(
     share = SHARE_S.get(device.type, USUAL_SHARE_S)
     if device.type != "cpu":
         return dict.fromkeys(calls, timer.device_samples(calls, device, share * len(calls)))
-    return timer.knockout(calls, device, share, HEATS, CLOSE, "before")
+    return timer.elimination_rounds(calls, device, share, HEATS, CLOSE, "before")
 
 
 @dataclass

@@ -62,7 +62,7 @@ def factors(name: str, dtype: torch.dtype, products: Sequence[Product]) -> tuple
     if known is None:  # not met in this process, but maybe on disk
         line = next((n for n in _NOTES.known if n.startswith(f"{name} = ")), None)
         if line is None:
-            if open_stores.distributed() or not capture_state.calm(CPU):
+            if open_stores.distributed() or not capture_state.can_call_now(CPU):
                 return (1.0,) * len(products)
             found = None
             if _TRIED.setdefault(name, 0) < TRIES:

@@ -61,7 +61,7 @@ def add(
     supports: Callable[[Key], str | None],
     guess: Callable[[Key], float],
     module: str,
-    clock: interference.Clock | None = None,
+    clock: interference.InterferenceProbe | None = None,
 ) -> None:
     """Register a candidate that calls the native library; the library's own hash is part of its source."""
     _add(op, id, lambda key, config, device: build(key), supports, guess, module, clock)
@@ -102,7 +102,7 @@ def _add(
     supports: Callable[[Key], str | None],
     guess: Callable[[Key], float],
     module: str,
-    clock: interference.Clock | None = None,
+    clock: interference.InterferenceProbe | None = None,
     **about: Any,
 ) -> None:
     op.add(
@@ -129,7 +129,7 @@ def _product() -> timer.Call | None:
     return lambda: matmul(a, a)
 
 
-PRODUCTS = interference.Clock(_product, Notes(".clock"))
+PRODUCTS = interference.InterferenceProbe(_product, Notes(".clock"))
 
 
 class Library:

@@ -85,7 +85,7 @@ def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) ->
 
 
 def _backward(flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor) -> Args:
-    q, k, y, mask = saved_tensors.stood_in(saved, dy)
+    q, k, y, mask = saved_tensors.from_meta(saved, dy)
     grads = backward_call(dy, q, k, y, scalars[0], mask, flags.is_causal, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 

@@ -106,7 +106,7 @@ def _chosen(
 ) -> Launcher:
     """What `pair` makes of the two choices, for eager and for captured calls; measured first where the policy measures."""
     args = (torch.empty(0, device=device),)
-    if policy.current().tune == "full" and capture_state.measurable(device):
+    if policy.current().tune == "full" and capture_state.can_tune_now(device):
         for op, k in parts:
             measure_key.measured(op, k, device)
     with policy.measuring() as chosen:

@@ -85,7 +85,7 @@ def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) 
 def _backward(
     flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
 ) -> Values:
-    x, weight, mask, state = saved_tensors.stood_in(saved, dy)
+    x, weight, mask, state = saved_tensors.from_meta(saved, dy)
     if mask is None and dy.layout is torch.strided:
         # kernels that make the mask again want whole rows; PyTorch's operations take ten times as
         # long

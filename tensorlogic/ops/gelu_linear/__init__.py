@@ -53,7 +53,7 @@ def _kept(flags: SimpleNamespace, needs: Needs, dynamic: Values, outs: Outputs) 
 def _backward(
     flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
 ) -> Values:
-    grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.approximate, bits(needs))
+    grads = backward_call(dy, *saved_tensors.from_meta(saved, dy), flags.approximate, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

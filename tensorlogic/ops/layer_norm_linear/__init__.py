@@ -112,7 +112,7 @@ def _made(x: Tensor, outs: Outputs) -> Sequence[Tensor | None]:
 def _backward(
     flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
 ) -> Values:
-    grads = backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.eps, bits(needs))
+    grads = backward_call(dy, *saved_tensors.from_meta(saved, dy), flags.eps, bits(needs))
     return tuple([g if n else None for g, n in zip(grads, needs, strict=True)])
 
 

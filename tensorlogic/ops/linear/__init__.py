@@ -38,7 +38,7 @@ def _backward(
     handed_on = needs[3] and flags.activation == "none"  # the residual's gradient is dy itself
     asked = (*needs[:3], needs[3] and not handed_on)
     grads = (
-        backward_call(dy, *saved_tensors.stood_in(saved, dy), flags.activation, bits(asked))
+        backward_call(dy, *saved_tensors.from_meta(saved, dy), flags.activation, bits(asked))
         if any(asked)
         else (None,) * 4
     )

@@ -105,7 +105,7 @@ def _backward(
     flags: SimpleNamespace, needs: Needs, saved: Values, scalars: Values, dy: Tensor
 ) -> Values:
     wanted = (*needs[:3], *needs[5:7])
-    read = saved_tensors.stood_in(saved, dy)
+    read = saved_tensors.from_meta(saved, dy)
     grads = backward_call(dy, *read, flags.training, flags.eps, bits(wanted))
     dx, dw, db, dgamma, dbeta = (g if n else None for g, n in zip(grads, wanted, strict=True))
     return (dx, dw, db, None, None, dgamma, dbeta)

@@ -39,7 +39,7 @@ def _op(
         assert y is not None
         reads = "".join(read for read, n in zip(uses, needs, strict=True) if n)
         operands = [
-            t if name in reads else saved_tensors.Look(t) if n and t.shape != y.shape else None
+            t if name in reads else saved_tensors.SavedMeta(t) if n and t.shape != y.shape else None
             for name, t, n in zip("abc", dynamic, needs, strict=False)
         ]
         kept_of = (y if "y" in reads else None,) if len(outs) == 1 else (None, *outs[1:])
@@ -98,13 +98,13 @@ def _cases(operands: int, name: str) -> Any:
         yield torch.randn(9, 6).t(), torch.randn(6, 18)[:, ::2]
 
 
-def _met(k: saved_tensors.Kept, dy: Tensor) -> Tensor | None:
+def _met(k: saved_tensors.Saved, dy: Tensor) -> Tensor | None:
     """A kept operand as backward takes it: with dy's shape where dimensions of size 1 are all that it lacks, a stand-in where nobody reads
     its values."""
     if k is None or k.shape == dy.shape:
-        return None if isinstance(k, saved_tensors.Look) else k
+        return None if isinstance(k, saved_tensors.SavedMeta) else k
     alike = prod(k.shape) == dy.numel()
-    if isinstance(k, saved_tensors.Look):
+    if isinstance(k, saved_tensors.SavedMeta):
         return None if alike else k.beside(dy)
     return k.expand(dy.shape) if alike else k
 

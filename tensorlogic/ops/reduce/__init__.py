@@ -127,7 +127,7 @@ def _op(
 
     def save(flags: SimpleNamespace, needs: Needs, dynamic: Args, outs: Outputs) -> Kept:
         # where forward has kept the places of the extremes, these: see joint_backward.py
-        return (dynamic[0], *outs) if extreme else (saved_tensors.Look(dynamic[0]),)
+        return (dynamic[0], *outs) if extreme else (saved_tensors.SavedMeta(dynamic[0]),)
 
     def backward(
         flags: SimpleNamespace, needs: Needs, saved: Args, scalars: Args, dy: Tensor

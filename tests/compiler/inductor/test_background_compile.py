@@ -129,9 +129,9 @@ def test_compilers_give_way_and_take_nothing_back(monkeypatch: pytest.MonkeyPatc
     given: list[tuple[int, ...]] = []
     now = os.getpriority(os.PRIO_PROCESS, 0)
     monkeypatch.setattr(os, "setpriority", lambda *asked: given.append(asked))
-    compile_workers.give_way(os.getpid(), 0)
-    compile_workers.give_way(os.getpid(), now + 7)
-    compile_workers.give_way(os.getpid(), now - 3)
+    compile_workers.yield_priority(os.getpid(), 0)
+    compile_workers.yield_priority(os.getpid(), now + 7)
+    compile_workers.yield_priority(os.getpid(), now - 3)
     assert given == [(os.PRIO_PROCESS, os.getpid(), now + more) for more in (7, 0)]
 
 
@@ -141,7 +141,7 @@ def test_where_no_process_can_stand_back_it_is_as_nice_as_can_be(
     given: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "setpriority", lambda *asked: given.append(asked))
     monkeypatch.delattr(os, "SCHED_IDLE", raising=False)
-    compile_workers.stand_back(os.getpid())
+    compile_workers.lower_priority(os.getpid())
     assert given == [(os.PRIO_PROCESS, os.getpid(), 19)]
 
 

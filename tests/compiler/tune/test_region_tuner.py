@@ -236,13 +236,13 @@ def test_a_call_that_waited_for_no_compiler_does_not_later(monkeypatch: pytest.M
     hurried: list[bool] = []
 
     def decide(*_: Any) -> dispatch_decision.Decision:
-        hurried.append(compile_pool.in_a_hurry())
-        source = dispatch_decision.AT_HAND if hurried[-1] else "neighbour"
+        hurried.append(compile_pool.new_compiles_forbidden())
+        source = dispatch_decision.NO_NEW_COMPILES if hurried[-1] else "neighbour"
         return dispatch_decision.Decision(("torch.eager", {}), ("torch.eager", {}), source)
 
     monkeypatch.setattr(dispatch_selector, "decide", decide)
     sites, args = Sites(), (torch.randn(16, 32), torch.randn(8, 32), None, None, "relu")
-    with compile_pool.hurried():
+    with compile_pool.no_new_compiles():
         sites.bind("call", tensorlogic.linear, args)
     for name in ("call", "other"):
         sites.bind(name, tensorlogic.linear, args)
@@ -263,7 +263,7 @@ def test_what_composites_call_waits_for_no_compiler(monkeypatch: pytest.MonkeyPa
 
     def watched(self: region_tuner.Judge, region: Region, *rest: Any) -> Decision:
         late = self.deadline == 0.0
-        seen.setdefault((region.op, late), set()).add(compile_pool.in_a_hurry())
+        seen.setdefault((region.op, late), set()).add(compile_pool.new_compiles_forbidden())
         found = measured(self, region, *rest)
         self.deadline = 0.0
         return found

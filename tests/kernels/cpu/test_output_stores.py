@@ -173,7 +173,7 @@ def test_who_goes_on_with_the_output_has_a_say(
     (clock := Clock(tick=1e-6)).stands_in(monkeypatch, timer, tuner, verification)
     op = toy(clock, {"kept": 0.0, "sent": after_sent_ms}, {"kept": 2.0, "sent": 1.0})
     key = op.key((torch.randn(64),), "inference")
-    plan = tuner.Study(op, key, CPU, environment(CPU)).run()
+    plan = tuner.KeyTuner(op, key, CPU, environment(CPU)).run()
     assert plan is not None
     assert (plan.eager, plan.eager_config) == ("toy.ways", {"way": best})
     evidence = next(e for e in plan.evidence if e.candidate == "toy.ways")

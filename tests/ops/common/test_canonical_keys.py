@@ -148,7 +148,10 @@ def test_lines_that_a_product_makes_count_as_those_it_reads(tmp_path: Path) -> N
         asked, even, other = (key(fn, *args) for args in (odd, near, far))
         normal = OPS[asked.op].normal
         assert normal(asked).distance(normal(even)) < normal(asked).distance(normal(other))
-        assert (normal(asked).uneven(normal(even)), normal(asked).uneven(normal(other))) == (2, 0)
+        assert (
+            normal(asked).alignment_mismatches(normal(even)),
+            normal(asked).alignment_mismatches(normal(other)),
+        ) == (2, 0)
         assert normal(normal(asked)).made == normal(asked).made
         store = PlanStore(tmp_path, environment(torch.device("cpu")))
         for one in (even, other):
@@ -171,7 +174,7 @@ def test_a_gradient_is_nearer_to_one_that_does_the_same() -> None:
 
     def apart(key: Key, other: Key) -> float:
         normal = OPS["pointwise_backward"].normal
-        return normal(key).remoteness(normal(other))
+        return normal(key).search_distance(normal(other))
 
     key, alike = gradient("div", 1024, "a", "b"), gradient("div", 4096, "a", "b")
     handed_on = gradient("add", 1024)

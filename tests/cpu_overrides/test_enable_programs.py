@@ -19,7 +19,7 @@ def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:
     if native_hook_ops.available() is not None:
         pytest.skip(str(native_hook_ops.available()))
     program = (
-        "import ctypes, tensorlogic\nfrom tensorlogic.native.cpu_library import hook_ops, cpu_library as native\n"
+        "import ctypes, tensorlogic\nfrom tensorlogic.native import hook_ops, cpu_library as native\n"
         "def seen(): return ctypes.c_int64.from_address(hook_ops.op('policies_at')()).value\n"
         "with tensorlogic.policy(tune='off'):\n    native.available(); print(seen())\n"
         "print(hook_ops.available(), seen())\n"
@@ -86,7 +86,7 @@ def test_the_variable_reaches_programs_that_do_not_import_us(
     script.write_text(
         "import sys\nbefore = 'torch' in sys.modules or 'tensorlogic' in sys.modules\n"
         "import torch\nours = sys.modules.get('tensorlogic')\n"
-        "print(before, ours is not None and ours.enabling.enabled())\n"
+        "print(before, ours is not None and ours.cpu_overrides.enable.enabled())\n"
     )
     done = launch(script, enable=value)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, STARTS[value], "")

@@ -330,7 +330,7 @@ def test_a_chain_pays_for_its_operands_once(machine: Machine) -> None:
     x.add_(1)  # the device's copy is stale
     assert placement._bytes_to_move(y, GPU) == x.nbytes
     assert placement._bytes_to_move(w, GPU) == w.nbytes
-    placement.derived.CACHE.get(w, f"on {GPU}", lambda t: t.clone(), lambda t: t.nbytes)
+    placement.weight_cache.CACHE.get(w, f"on {GPU}", lambda t: t.clone(), lambda t: t.nbytes)
     assert placement._bytes_to_move(w, GPU) == 0
     with torch.no_grad():
         w.add_(1)

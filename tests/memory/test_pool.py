@@ -310,7 +310,7 @@ def test_a_forked_process_has_a_working_pool_of_its_own() -> None:
 
 def test_exit_with_living_tensors_is_clean() -> None:
     program = (
-        "import torch, sys; from tensorlogic.native.cpu_library import cpu_library as native; native.available();"
+        "import torch, sys; from tensorlogic.native import cpu_library as native; native.available();"
         "sys.kept = [torch.ops.tensorlogic_native.empty([1 << 20], torch.float32) for _ in range(4)];"
         "torch.ops.tensorlogic_native.empty([1 << 20], torch.float32)"
     )

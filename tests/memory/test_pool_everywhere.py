@@ -157,7 +157,7 @@ PROGRAMS = {
         "assert os.waitpid(pid, 0)[1] == 0; print('ok')"
     ),
     "no memory": (
-        "import resource, torch, tensorlogic; from tensorlogic.native.cpu_library import cpu_library as native; from tensorlogic import pool\nfrom tensorlogic.memory.pool import stats\n"
+        "import resource, torch, tensorlogic; from tensorlogic.native import cpu_library as native; from tensorlogic import pool\nfrom tensorlogic.memory.pool import stats\n"
         "torch.set_num_threads(1); torch.ones(1 << 20).sum(); MIB = 1 << 20\n"
         "def used():\n"
         "    return int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -207,7 +207,7 @@ def test_stress_in_short(which: list[str]) -> None:
 
 def test_the_variable_asks_for_the_pool() -> None:
     program = (
-        "import tensorlogic; from tensorlogic.native.cpu_library import hook_ops; print(hook_ops.op('pools_all')());"
+        "import tensorlogic; from tensorlogic.native import hook_ops; print(hook_ops.op('pools_all')());"
         "tensorlogic.disable(); print(hook_ops.op('pools_all')())"
     )
     done = subprocess.run(

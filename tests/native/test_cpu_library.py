@@ -328,7 +328,7 @@ def test_neon_branch_compiles(tmp_path: Path) -> None:
     ("level", "wanted"), [("portable", "portable None"), ("sse", "None TENSORLOGIC_NATIVE_ISA")]
 )
 def test_a_variable_chooses_the_instruction_set(level: str, wanted: str) -> None:
-    code = "from tensorlogic.native.cpu_library import cpu_library as native; print(native.isa(), native.available())"
+    code = "from tensorlogic.native import cpu_library as native; print(native.isa(), native.available())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TENSORLOGIC_NATIVE_ISA": level},

@@ -173,8 +173,8 @@ def test_a_fork_in_the_middle_of_a_save_does_not_hang(tmp_path: Path) -> None:
 
 def test_what_is_unsaved_is_saved_at_exit(tmp_path: Path) -> None:
     code = """
-        import sys, pathlib, test_plan_store_processes as t
-        t.plans.PlanStore._schedule = lambda self: None  # only the end of the process saves
+        import sys, pathlib, test_store_processes as t
+        t.PlanStore._schedule = lambda self: None  # only the end of the process saves
         t.PlanStore(pathlib.Path(sys.argv[1]), t.CPU).put(t.plan(1))
     """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])

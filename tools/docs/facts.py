@@ -133,7 +133,7 @@ def latency(result: Document) -> str:
 
 def without_gone(result: Document) -> Document:
     """A result of `bench --suite precision` without the ways that are gone."""
-    parts = ("strategies", "adaptive")
+    parts = [p for p in ("strategies", "adaptive") if p in result]
     return result | {p: [r for r in result[p] if r["way"] not in GONE] for p in parts}
 
 

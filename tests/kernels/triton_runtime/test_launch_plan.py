@@ -29,6 +29,7 @@ from tests.support.driver.standin import (
     made,
     noted,
 )
+from tests.support.driver.standin import device as device  # a fixture
 
 pytestmark = [
     pytest.mark.skipif(

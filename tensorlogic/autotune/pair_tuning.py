@@ -25,7 +25,8 @@ from ..plans.plan import Evidence, Plan
 from ..system import compile_pool
 
 LOG = logging.getLogger("tensorlogic")
-NEAR = 1.1  # of the time of the one chosen alone: who may win in company
+# of the time of the one chosen alone: who may win in company
+NEAR = 1.1
 MOST = 3  # of each direction
 LONG_US = 1000.0  # of both: what overlaps is microseconds
 BACKWARD = "_backward"

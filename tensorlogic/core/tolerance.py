@@ -12,8 +12,10 @@ from torch import Tensor
 from .dtypes import NAMES
 
 RELATIVE_TO_EAGER = 2.0  # times the error of same-dtype eager PyTorch, at most
-NOISE = 0.5  # eager's relative error where all of an output has cancelled
-FEW = 64  # elements below which chance decides which of two errors is larger
+# eager's relative error where all of an output has cancelled
+NOISE = 0.5
+# elements below which chance decides which of two errors is larger
+FEW = 64
 # errors from which their deviation is taken: a median of millions takes a third of the judging
 SAMPLE = 1 << 16
 MEDIAN = 0.6745  # of the sizes of normal numbers, over their deviation

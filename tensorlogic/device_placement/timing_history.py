@@ -13,12 +13,14 @@ import torch
 from . import link_speed
 
 AGAIN = 3  # runs of either side that are timed, at least
-MORE = 12  # at most, while they get faster or take far longer than expected
+# at most, while they get faster or take far longer than expected
+MORE = 12
 MOMENT_S = 0.05  # a side that has taken so long is not timed more often
 NEW = 0.9  # of the least time: a run below may precede a faster one
 STRANGE = 3.0  # times what is expected: others had the cores
 CALL_S = 50e-6  # what calling takes at most
-LATE = 8  # slow runs on a GPU in a row, after which both are timed again
+# slow runs on a GPU in a row, after which both are timed again
+LATE = 8
 SHARE = 0.05  # of a key's time that timing the slower side again may take
 CPU = torch.device("cpu")
 

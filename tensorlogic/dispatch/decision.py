@@ -28,7 +28,8 @@ class Choice:
     captured: Choice | None = None  # what calls under graph capture take instead
     direct: Callable[..., Tensor] | None = None  # the launcher without its tuple, if PyTorch has it
     settle: Callable[..., Tensor] | None = None  # gradient of a joint forward and backward
-    apart: Choice | None = None  # beside a joint one: forward alone, for calls that want it so
+    # beside a joint one: forward alone, for calls that want it so
+    apart: Choice | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from ..plans.store import REACH
 
 LOG = logging.getLogger("tensorlogic")
 ASKED = 8  # plans at most
-FADES = 4.0  # halvings of what a plan counts for each doubling of distance
+# halvings of what a plan counts for each doubling of distance
+FADES = 4.0
 DETOUR = 1.0  # doublings more where the kernel goes another way
 MOST = 3.0  # times the best, beyond which longer times say no more
 # of its time that a neighbour's tiles may lose for each doubling of sizes; others a fifth
@@ -27,7 +28,8 @@ ANOTHER_WAY = 16.0  # between configurations for each word that differs
 DERIVED = {"PART"}  # numbers that follow from the others and the key
 Pick = tuple[str, Config]
 Lent = tuple[Pick, Pick, str]  # for eager and captured calls, and where from
-failures = 0  # of candidates to list their configurations, in this process
+# of candidates to list their configurations, in this process
+failures = 0
 
 
 @dataclass

@@ -143,9 +143,8 @@ def traced_all(op: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
     if torch.compiler.is_dynamo_compiling():
         out = registered(*args)
     else:
-        with (
-            capture_state.measuring_disabled()
-        ):  # its kernel cannot see the modes it was called under
+        # its kernel cannot see the modes it was called under
+        with capture_state.measuring_disabled():
             out = registered(*args)
     return (out,) if op.outputs == 1 else tuple(out)
 

@@ -18,7 +18,8 @@ class Opportunity:
     gain: float  # times faster those rows would be
     cause: str
     remedy: str
-    effort: str  # low: a flag; medium: a change of the program; high: a kernel
+    # low: a flag; medium: a change of the program; high: a kernel
+    effort: str
     rows: tuple[str, ...]
     priority: str = "low"
 

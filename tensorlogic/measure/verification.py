@@ -21,7 +21,8 @@ WHOLE_FLOPS = {"cuda": 4e12, "cpu": 4e10, "mps": 4e10}
 # sums that cancel: float32 in another order may be this much further off than eager
 STRESS_SLACK = 8.0
 Luck = Callable[[Tensor], float] | None  # of eager's errors: how far chance may go
-PATIENCE_US = 20_000.0  # with a launcher that seems too slow, all its calls together
+# with a launcher that seems too slow, all its calls together
+PATIENCE_US = 20_000.0
 
 
 class InputSet:

@@ -17,7 +17,8 @@ from .pinned_buffers import LEAST, STATS, stager
 
 # by what callers name a device: one call of C
 _QUICK: dict[str | torch.device, Callable[[Any], Tensor | None]] = {}
-process.in_children(_QUICK.clear)  # PyTorch says what a child cannot do; the short way would not
+# PyTorch says what a child cannot do; the short way would not
+process.in_children(_QUICK.clear)
 
 
 @lru_cache

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from ..core.key import SIZES, Key, TensorSpec
 from ..kernels.gemm.cublaslt import lt_available
-from ..kernels.mixed_precision import (
-    f64_gemm,
-    f64_gemm_kernel,
-    line_max,
-    scaled_f16,
-    split_planes,
-)
+from ..kernels.mixed_precision import f64_gemm, f64_gemm_kernel, line_max, scaled_f16, split_planes
 from . import cublaslt_sequence
 from .cublaslt_sequence import Planes, Prepared, Run, Step
 from .number_formats import Way, in_f64, single

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils._device import DeviceContext
 
-aside = torch._C.DisableTorchFunction  # a context: no function mode, no `__torch_function__` inside
+# a context: no function mode, no `__torch_function__` inside
+aside = torch._C.DisableTorchFunction
 
 
 def intercepted() -> bool:

@@ -10,7 +10,8 @@ import torch
 
 from . import settings
 
-CORES = 8.0  # for two processes that compile, each with helpers of its own
+# for two processes that compile, each with helpers of its own
+CORES = 8.0
 MEMORY = 16 << 30  # bytes of the machine
 DEVICE_MEMORY = 2 << 30  # bytes of the GPU, on which each process opens a context
 LIMIT, USED = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))

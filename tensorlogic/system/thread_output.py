@@ -28,9 +28,8 @@ class ThreadOutput(io.TextIOBase):
     thread = 0
 
     def begin(self, kept: io.StringIO, other: Any) -> None:
-        while (
-            isinstance(other, ThreadOutput) and other.kept is None
-        ):  # put back by who had found it there
+        # put back by who had found it there
+        while isinstance(other, ThreadOutput) and other.kept is None:
             other = other.other
         self.other, self.thread, self.kept = other, threading.get_ident(), kept
 

@@ -57,7 +57,9 @@ def powers(x, N: gl.constexpr, CUBIC: gl.constexpr):
     if CUBIC == 2:
         even, odd = gl.split(x.reshape([M, N // 2, 2]))
         y = gl.join(gl.exp2(even), cubic(odd)).reshape([M, N])
-    else:  # odd columns of every second eight; the even ones go the same way, so that all keep their places
+    else:
+        # odd columns of every second eight; the even ones go the same way, so that all keep their
+        # places
         even, odd = gl.split(x.reshape([M, N // 16, 2, 4, 2]))
         first, second = gl.split(gl.exp2(even).permute((0, 1, 3, 2)))
         even = gl.join(first, second)
@@ -211,7 +213,8 @@ def attention_scores_kept(
         s = warpgroup_mma_wait(0, deps=(right,))
         x = powers(s * factor - shift[:, None], N, CUBIC)
         put(y_ptr + step * (2 * N), at, y, ordered(x, dtype, N), N)
-    if not HELD:  # nothing hangs on it before, and the warps need not meet between the sweeps
+    # nothing hangs on it before, and the warps need not meet between the sweeps
+    if not HELD:
         well = judged(norm, HALF)
     if well == 0:
         once_more(q, ks, k_ptr, y_ptr, at, stride_ks, factor, STEPS, True, D, N)

@@ -124,12 +124,7 @@ def tiled_gradients(
 
 
 def gradients_around(
-    key: Key,
-    engine: str,
-    passes: Callable[[], Sequence[Kernel]],
-    dx: str,
-    x: str,
-    **epilogue: Any,
+    key: Key, engine: str, passes: Callable[[], Sequence[Kernel]], dx: str, x: str, **epilogue: Any
 ) -> Plan | str:
     """dx = dy · weight under the name `dx`, the passes, then dweight = dyᵀ · `x` and dbias, as far as needed; of contiguous dy and x."""
     dy, read, weight = (key.spec(name) for name in ("dy", "x", "weight"))

@@ -26,10 +26,7 @@ Reads = Callable[[Any, Sequence[Any], Outputs], Sequence[Any]]
 
 
 def part(
-    op: Op,
-    tensors: Mapping[str, TensorSpec | None],
-    flags: Sequence[tuple[str, Any]],
-    device: str,
+    op: Op, tensors: Mapping[str, TensorSpec | None], flags: Sequence[tuple[str, Any]], device: str
 ) -> Part:
     """An op and its key of these tensors and flags."""
     return op, Key(

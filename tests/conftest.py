@@ -113,3 +113,31 @@ def fake(monkeypatch: pytest.MonkeyPatch, allowed: None) -> Any:
     from tests.support.inductor_fakes import Fake
 
     return Fake(monkeypatch)
+
+
+# The fast suite stays fast: a test that takes longer is marked slow, and runs with all others in `make test-all`.
+LIMIT_S = 2.0
+_over: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.duration > LIMIT_S:
+        _over[report.nodeid] = report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run of the fast suite in which a test took too long; on a busy machine it is only said."""
+    if not _over or "not slow" not in session.config.option.markexpr:
+        return
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+    if session.exitstatus == 0 and not busy:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        for name, seconds in _over.items():
+            line = (
+                f"{name} took {seconds:.1f} s: mark it slow, or make it quicker than {LIMIT_S:g} s"
+            )
+            terminalreporter.write_line(line)

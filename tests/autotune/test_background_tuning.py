@@ -261,6 +261,7 @@ def test_it_waits_for_the_compile_workers(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps == [1]
 
 
+@pytest.mark.slow
 def test_real_calls_pay_for_no_more_than_their_share(
     one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def reasons(plan: Plan) -> dict[str, str]:
     return {e.candidate: e.reason for e in plan.evidence}
 
 
+@pytest.mark.slow
 def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> None:
     slow, quick = slow_and_quick(job)
     op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))
@@ -124,6 +125,7 @@ def test_a_configuration_too_few_is_said_as_well(job: Any) -> None:
     Path(slow.path + ".go").touch()
 
 
+@pytest.mark.slow
 def test_without_a_limit_everything_is_waited_for(job: Any) -> None:
     late = job("sleep")
     compile_pool.submit((late,))

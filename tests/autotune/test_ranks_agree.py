@@ -36,6 +36,7 @@ os._exit(0)  # gloo's threads may still hold tensors, and take the interpreter d
 """
 
 
+@pytest.mark.slow
 def test_ranks_choose_together(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -20,6 +20,7 @@ from tools.docs import precision_page as docs_precision_page
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision_suite, "SIZES", {"cpu": (48,)})
     monkeypatch.setattr(precision_suite, "BUDGETS", (1e-2, 1e-6))
@@ -49,6 +50,7 @@ def test_every_part_of_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert totals == sorted(totals)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(heap_trim._c(), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 @pytest.mark.parametrize("others", [0, 4096], ids=["alone", "another moves the break"])

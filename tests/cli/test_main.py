@@ -64,6 +64,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STARTUP.exists(), reason="not a checkout")
 @pytest.mark.parametrize(
     ("tokens", "torch", "code", "said", "before"),
@@ -110,6 +111,7 @@ sys.meta_path.insert(0, Interrupted())
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_importing_loads_only_what_every_program_needs() -> None:
     """Each of these took milliseconds; `gc` collects as before."""
     text = """
@@ -298,6 +300,7 @@ def test_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == int("broken" in out)
 
 
+@pytest.mark.slow
 def test_doctor_measures_what_pytorch_does_badly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_cpu, "BUDGET_S", 0.02)
     found = {f.about: f for f in doctor.examine()}
@@ -394,6 +397,7 @@ def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install torch" in found["PyTorch"].cost
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_to_its_end() -> None:
     """`tensorlogic ... | head` ends without a traceback."""
     reader, writer = os.pipe()

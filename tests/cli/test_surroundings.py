@@ -44,6 +44,7 @@ def test_commands_that_measure_do_so_beside_a_lockfile_of_the_environment(
     assert " us" in said
 
 
+@pytest.mark.slow
 def test_bench_measures_beside_a_lockfile_of_the_environment(
     lockfile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_doctor_compares_beside_a_lockfile(lockfile: Path, monkeypatch: pytest.M
     assert seen == [None]
 
 
+@pytest.mark.slow
 def test_a_terminal_without_our_signs_shows_others() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tensorlogic", "explain", "add_relu", *ONE],
@@ -86,6 +88,7 @@ def test_a_terminal_without_our_signs_shows_others() -> None:
     assert "?" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_import_that_failed_may_be_tried_again() -> None:
     text = """
 import os, torch
@@ -112,6 +115,7 @@ def run(*tokens: str, tail: str = "", **env: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
 @pytest.mark.parametrize("tokens", [["--help"], ["plans", "list"]])
 def test_output_that_cannot_be_written_is_said(tokens: list[str]) -> None:
@@ -122,6 +126,7 @@ def test_output_that_cannot_be_written_is_said(tokens: list[str]) -> None:
     )  # nor does the flush at exit fail
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
 def test_commands_run_without_streams() -> None:
     assert run("plans", "list", tail=">&-").returncode == 0
@@ -175,6 +180,7 @@ def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "real"]
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_said(
     lockfile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +196,7 @@ def test_a_store_that_cannot_be_written_is_said(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "file", "lock.json"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_python_drops_is_heard() -> None:
     """In a finalizer or a weak reference's callback a KeyboardInterrupt is printed and forgotten."""
     program = """
@@ -242,6 +249,7 @@ STARTUP = Path(main.__file__).parents[1] / "tools" / "startup"
 COMMAND = f"import sys; sys.path.insert(0, {str(STARTUP)!r}); import _tensorlogic_cli as c; sys.argv[1:] = ['doctor']; sys.exit(c.main())"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "code", "out"),
     [

@@ -96,6 +96,7 @@ def test_batches_that_vary_become_dynamic_by_themselves(seen: list[list[str]]) -
     assert len(seen) == 2  # of the first size, and of any
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
 @torch.no_grad()
 def test_what_is_left_goes_to_inductor_for_any_batch(seen: list[list[str]]) -> None:

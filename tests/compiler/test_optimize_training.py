@@ -211,6 +211,7 @@ os._exit(0)  # gloo's threads may still hold tensors, and take the interpreter d
 """
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT]
     ranks = [

@@ -15,6 +15,7 @@ from tensorlogic.native import hook_ops as native_hook_ops
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_policies_in_force_before_the_hooks_are_loaded_are_counted() -> None:
     if native_hook_ops.available() is not None:
         pytest.skip(str(native_hook_ops.available()))
@@ -55,6 +56,7 @@ def launch(script: Path, *arguments: str, enable: str | None) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_gives_the_same_answers() -> None:
     small = ("--width", "64", "--layers", "1", "--length", "16", "--batches", "4", "--seconds", "0")
     script = ROOT / "examples" / "half_transformer.py"
@@ -78,6 +80,7 @@ STARTS = {  # variable -> what a script sees after importing torch, and that not
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", STARTS)
 def test_the_variable_reaches_programs_that_do_not_import_us(
     value: str | None, tmp_path: Path
@@ -92,6 +95,7 @@ def test_the_variable_reaches_programs_that_do_not_import_us(
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, STARTS[value], "")
 
 
+@pytest.mark.slow
 def test_importing_us_first_enables_too_and_nonsense_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import tensorlogic\nprint(tensorlogic.cpu_overrides.enable.enabled())\n")
@@ -120,6 +124,7 @@ def test_a_failed_import_of_torch_may_be_tried_again(tmp_path: Path) -> None:
     assert done.stdout.split() == ["first", "told"], done.stderr
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_answers() -> None:
     small = ["--width", "64", "--layers", "1", "--length", "8", "--batches", "1", "--seconds", "0"]
     done = subprocess.run(

@@ -369,6 +369,7 @@ def test_conditions_are_asked_before_and_after(driver: Driver) -> None:
         assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_ways_and_what_they_lead_to_are_freed(driver: Driver) -> None:
     x = torch.randn(3)

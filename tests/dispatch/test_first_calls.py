@@ -20,6 +20,7 @@ from tensorlogic.kernels.triton_runtime import launch, toolchain
 from tensorlogic.system import process
 
 
+@pytest.mark.slow
 def test_calls_import_no_symbolic_algebra() -> None:
     """`torch.broadcast_shapes` and `torch.unravel_index` import sympy: half a second to two."""
     text = """
@@ -239,6 +240,7 @@ def test_a_model_is_optimised_without_full_collections() -> None:
         gc.set_threshold(*own)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_child_process_collects_as_its_parent_did() -> None:

@@ -55,6 +55,7 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_leaves_nothing_behind(name: str) -> None:
     call = CALLS[name]

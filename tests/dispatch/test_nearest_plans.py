@@ -100,6 +100,7 @@ def test_what_won_everywhere_else_is_not_given_up_for_one_plan_that_noise_decide
     assert lent(key, loss, *others)[0] == EAGER
 
 
+@pytest.mark.slow
 def test_the_nearer_counts_more() -> None:
     near = measured(scores(620, 620), "triton.scores", {}, after_product=14.0)
     far = measured(scores(5000, 5000), "triton.after_product", REGISTERS, scores=25.0)

@@ -449,6 +449,7 @@ def test_eager_serves_every_way_where_the_candidate_cannot(served: Served, why: 
     assert served == ["toy.a"]
 
 
+@pytest.mark.slow
 def test_fresh_stores_choose_alike(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     """A lead within the noise does not count: eager keeps its place, and of equals the last registered serves."""
     speed = {EAGER: 10.0, "toy.a": 9.8, "toy.b": 9.7}

@@ -224,6 +224,7 @@ def test_every_vouched_candidate_is_right_on_the_kinds_of_its_ops_cases() -> Non
                     assert self_test.self_test_refusal(op, key, candidate, config, CPU) is None
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_was_found() -> None:
     script = (
         "import torch, tensorlogic\n"

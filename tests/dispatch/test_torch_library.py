@@ -67,6 +67,7 @@ def test_compiled_forward_and_backward(name: str) -> None:
         assert compiled(*mine).dtype == theirs(*plain).dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear_residual_relu", "softmax_cross_entropy"])
 def test_compiled_by_inductor(name: str) -> None:
     ours, theirs, _ = TABLE[name]

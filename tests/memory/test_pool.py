@@ -308,6 +308,7 @@ def test_a_forked_process_has_a_working_pool_of_its_own() -> None:
     assert kept.sum().item() == MIB
 
 
+@pytest.mark.slow
 def test_exit_with_living_tensors_is_clean() -> None:
     program = (
         "import torch, sys; from tensorlogic.native import cpu_library as native; native.available();"

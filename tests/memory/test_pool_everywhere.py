@@ -184,6 +184,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_processes_end_well(name: str) -> None:
     done = run(PROGRAMS[name])
@@ -191,6 +192,7 @@ def test_processes_end_well(name: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "ok"), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [[], ["--everything"]])
 def test_stress_in_short(which: list[str]) -> None:
     small = ["--seconds", "2", "--cycles", "20000", "--forks", "4"]
@@ -205,6 +207,7 @@ def test_stress_in_short(which: list[str]) -> None:
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "ok"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_variable_asks_for_the_pool() -> None:
     program = (
         "import tensorlogic; from tensorlogic.native import hook_ops; print(hook_ops.op('pools_all')());"

@@ -324,6 +324,7 @@ def test_neon_branch_compiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "wanted"), [("portable", "portable None"), ("sse", "None TENSORLOGIC_NATIVE_ISA")]
 )
@@ -362,6 +363,7 @@ def test_a_library_that_is_cut_short_is_not_loaded(
     assert "is cut short" in str(cpu_library._load())
 
 
+@pytest.mark.slow
 def test_an_import_that_failed_says_the_same_again(tmp_path: Path) -> None:
     """With TENSORLOGIC_ENABLE=pool, say, the start of Python has imported the package once when a program imports it."""
     program = """

@@ -113,6 +113,7 @@ def test_gradients_match_float64(name: str, id: str, dtype: torch.dtype) -> None
         assert verdict or close, f"{name} {id} gradient: {verdict.reason}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_registered_op_passes_opcheck(name: str) -> None:
     op = OPS[name]

@@ -171,6 +171,7 @@ RIGHT: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("name", RIGHT)
 def test_odd_but_right(name: str) -> None:

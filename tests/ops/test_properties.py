@@ -198,6 +198,7 @@ def candidates(op: Op, case: list[Any], dtype: torch.dtype) -> list[str]:
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MAKE))
 def test_random_calls_match_float64(name: str) -> None:
     op = OPS[name]

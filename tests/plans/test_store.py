@@ -156,6 +156,7 @@ def test_plans_reach_the_next_process(store: PlanStore) -> None:
     assert PlanStore(store.path.parent, replace(CPU, driver="AVX512")).get(linear(8, 4, 2)) is None
 
 
+@pytest.mark.slow
 def test_saving_is_seldom_and_soon(store: PlanStore, monkeypatch: pytest.MonkeyPatch) -> None:
     saves: list[float] = []
     rewrite = file_format.rewrite

@@ -101,6 +101,7 @@ def put_many(folder: Path, op: str, count: int, pipe: Connection) -> None:
     pipe.send(len(list(store.plans())))
 
 
+@pytest.mark.slow
 def test_two_processes_lose_nothing(tmp_path: Path) -> None:
     started = [start(put_many, tmp_path, op, 200) for op in ("relu", "gelu")]
     for process, pipe in started:
@@ -192,6 +193,7 @@ def put_until_killed(folder: Path, start_at: int, pipe: Connection) -> None:
             pipe.send(n)
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     filled(tmp_path, 300)  # a save takes longer, so that most kills fall into one
     chance, promised = random.Random(0), set[int]()

@@ -106,6 +106,7 @@ def test_the_project_declares_its_adapters_as_third_parties_do() -> None:
         assert declared["tensorlogic.candidates"][name] == f"{module.__name__}:register"
 
 
+@pytest.mark.slow
 def test_the_door_is_the_entry_point_and_import_costs_nothing(tmp_path: Path) -> None:
     site = tmp_path / "site"
     support_provider_fakes.quack(site)

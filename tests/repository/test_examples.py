@@ -117,6 +117,7 @@ def test_digits_shifts_by_one_pixel_at_most(digits: ModuleType) -> None:
     assert moved.sum() == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -25,6 +25,7 @@ from ..support.plans import (
 from ..support.plans import install as install  # a fixture
 
 
+@pytest.mark.slow
 def test_running_statistics_are_judged_as_well(install: Install) -> None:
     install(
         extra="""

@@ -73,6 +73,7 @@ def test_only_cases_that_a_named_candidate_serves(
     assert all(" torch.inplace right" in line for line in counted), counted
 
 
+@pytest.mark.slow
 def test_workers_share_the_families_and_survive_each_other(
     command: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

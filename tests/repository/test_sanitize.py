@@ -138,6 +138,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_table_of_what_each_tool_named(
     sanitize: ModuleType, tool: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +216,7 @@ def test_tests_that_cannot_be_collected_are_shown(sanitize: ModuleType, tool: Pa
         sanitize.main([str(path)])
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_what_runs(tool: Path) -> None:
     slow = tool / "test_slow.py"
     slow.write_text("".join(f"def test_{x}(): ...\n\n\n" for x in "abc"))

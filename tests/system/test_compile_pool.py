@@ -42,6 +42,7 @@ def test_what_workers_share_is_there() -> None:
     assert all(map(importlib.util.find_spec, compile_workers.PRELOADED))
 
 
+@pytest.mark.slow
 def test_workers_compile_and_report(job: Any, nursed: None) -> None:
     """Work happens in another process; what fails or dies is a CompileFailure, and the next job is served again."""
     done, fails, odd, dies, after = (
@@ -79,6 +80,7 @@ def test_a_job_that_nobody_began_is_the_callers(job: Any, nursed: None) -> None:
     assert Path(slow.path).exists()
 
 
+@pytest.mark.slow
 def test_until_a_process_has_started_threads_do_what_is_needed_soon(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +224,7 @@ def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(
     assert os.waitstatus_to_exitcode(ended[1]) == 0, "the child hung"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="no /proc on this system")
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "compile_jobs.py").write_text(textwrap.dedent(JOBS))
@@ -264,6 +267,7 @@ def members(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_preparing_starts_no_worker(job: Any) -> None:
     compile_pool.prepare()
     pool = compile_pool._workers
@@ -275,6 +279,7 @@ def test_preparing_starts_no_worker(job: Any) -> None:
     assert pool.started == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no such class of processes here")
 def test_workers_run_where_nobody_else_wants_to(job: Any) -> None:
     """Threads that wait for each other lose a whole slice of time, all of them, to one process on one of their cores; what it

@@ -40,6 +40,7 @@ IN_TURN = """
 """
 
 
+@pytest.mark.slow
 def test_who_prints_meanwhile_writes_every_line() -> None:
     """print holds no reference to its stream: the process crashed where a stream was freed under it."""
     done = subprocess.run(

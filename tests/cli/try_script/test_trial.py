@@ -48,6 +48,7 @@ def trial(plain: list[float], ours: list[float], **about: Any) -> runs.Trial:
     return runs.Trial(asked, watched, plain=plain, ours=ours, difference=1e-4, **about)
 
 
+@pytest.mark.slow
 def test_a_program_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_program_as_it_is(
     assert len(list(lockfile.load_lockfile(Path("tensorlogic.lock.json")).plans())) > 0
 
 
+@pytest.mark.slow
 def test_a_function_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_function_in_turn(
         assert "TENSORLOGIC_ENABLE=1" in out
 
 
+@pytest.mark.slow
 def test_programs_that_cannot_be_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*tokens: object) -> str:
         assert main.main(["try", *map(str, tokens)]) == 2

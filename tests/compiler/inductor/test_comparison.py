@@ -275,6 +275,7 @@ def traced(model: nn.Module) -> Any:
         return trace(model.to(DEVICE), (x(),), {})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="GPU code needs no C++ compiler")
 def test_without_a_compiler_the_reason_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

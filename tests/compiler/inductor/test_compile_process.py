@@ -35,6 +35,7 @@ def shared(allowed: None, asked: Path, fresh_store: None) -> None:
     (settings.cache_folder() / "inductor").symlink_to(asked)
 
 
+@pytest.mark.slow
 def test_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def agrees(fast: nn.Module) -> None:
         given, twin = x(), model()

@@ -313,6 +313,7 @@ def test_training_rules_miss_what_is_used_twice() -> None:
     assert ops(dropped, X, training=True, grad=True) == ["linear"]
 
 
+@pytest.mark.slow
 def test_rewritten_graphs_compute_the_same() -> None:
     for forward, args, _ in (*MATCHES.values(), *MISSES.values()):
         model = Says(forward)

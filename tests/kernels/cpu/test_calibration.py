@@ -171,6 +171,7 @@ def test_calls_that_lost_their_core_are_not_believed(
         assert cost_model.torch_factor("f32") == expected
 
 
+@pytest.mark.slow
 def test_a_thread_that_loses_its_core_is_noticed() -> None:
     """Two processes on one core: the one that counts is interrupted."""
     if not hasattr(os, "sched_setaffinity"):

@@ -377,6 +377,7 @@ def test_a_captured_step_learns_its_scale_over_replays() -> None:
     assert torch.equal(bits(got), bits(step()))
 
 
+@pytest.mark.slow
 def test_configurations_hold_a_row_and_compile_without_spilling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -137,6 +137,7 @@ def test_the_candidate_and_its_gradient() -> None:
         )
 
 
+@pytest.mark.slow
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm, columns, dtype, save in ((90, 32000, "f16", True), (90, 128256, "bf16", False), (80, 32000, "f32", True), (100, 4096, "f16", True)):  # fmt: skip

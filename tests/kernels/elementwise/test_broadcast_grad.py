@@ -290,6 +290,7 @@ def test_wide_rows_of_every_other_element(dtype: str) -> None:
             close(got, want, dtype)
 
 
+@pytest.mark.slow
 def test_configurations_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: dict[triton_runtime_launch.CompileJob, None] = {}
 

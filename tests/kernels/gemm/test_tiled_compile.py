@@ -55,6 +55,7 @@ def compiled_specs() -> dict[str, tuple[GemmSpec, dict[str, Any]]]:
     }
 
 
+@pytest.mark.slow
 def test_deep_pipelines_compile_without_spilling() -> None:
     from tensorlogic.kernels.triton_runtime import launch
 
@@ -69,6 +70,7 @@ def test_deep_pipelines_compile_without_spilling() -> None:
         assert answer.stack == 0, (job, answer)
 
 
+@pytest.mark.slow
 def test_compiles_for_every_architecture_without_spilling() -> None:
     from tensorlogic.kernels.triton_runtime import launch
 

@@ -57,6 +57,7 @@ def sanitized(*bug: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the sanitizer is preloaded as Linux does it")
 def test_no_shader_leaves_its_memory() -> None:
     done = sanitized()
@@ -64,6 +65,7 @@ def test_no_shader_leaves_its_memory() -> None:
     assert int(done.stdout.split()[0]) > 2 * len(metal_trials.PAIRS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the sanitizer is preloaded as Linux does it")
 def test_a_read_past_a_tile_is_caught() -> None:
     done = sanitized("tile edge, read")

@@ -341,6 +341,7 @@ def test_registers_and_the_order_of_threads_reach_the_compiler(
     assert not dict(job("stepped rows", one).constexprs)["STEPPED"]  # threads follow it anyway
 
 
+@pytest.mark.slow
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm, name, dtype in (

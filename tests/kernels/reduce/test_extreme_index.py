@@ -273,6 +273,7 @@ def test_what_no_program_adds_up_is_refused() -> None:
             reduce_extreme_index.Placed(lies, "f32", config, DEVICE)
 
 
+@pytest.mark.slow
 def test_kernels_are_hashed_in_any_order() -> None:
     """Triton compares globals that two kernels share with a third, and takes a NaN for another one."""
     code = "import sys; from tensorlogic.kernels.reduce import extreme_index as k\nfor n in sys.argv[1:]: getattr(k, n).cache_key"
@@ -282,6 +283,7 @@ def test_kernels_are_hashed_in_any_order() -> None:
         subprocess.run([sys.executable, "-c", code, *order], check=True, env=env, timeout=120)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), list[Any]()
     for sm, name, dtype in (

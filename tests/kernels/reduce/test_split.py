@@ -132,6 +132,7 @@ def test_a_configuration_of_other_rows_is_refused() -> None:
         reduce_split.shares_launcher("sum", "f32", 4, 99999, config, DEVICE)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm, rows, columns, dtype, kind in (

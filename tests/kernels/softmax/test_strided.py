@@ -146,6 +146,7 @@ SHAPES = {  # outer, C, inner, x's strides
 }
 
 
+@pytest.mark.slow
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, jobs = torch.device("cuda", 0), []
     for sm in (90, 80, 100):

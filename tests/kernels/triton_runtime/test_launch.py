@@ -243,6 +243,7 @@ def test_a_launcher_that_c_starts_make_needless_is_built_when_it_is_called(
     assert built == ["source", (1, 2), (3,)]
 
 
+@pytest.mark.slow
 def test_compiling_apart_reports_resources_and_reasons() -> None:
     huge = {
         "pointers": {"x_ptr": "f16", "y_ptr": "f32"},
@@ -269,6 +270,7 @@ def test_compiling_apart_reports_resources_and_reasons() -> None:
     assert "shared memory" in str(refused)
 
 
+@pytest.mark.slow
 def test_kernels_stay_in_one_cache_whatever_the_variables_become(tmp_path: Path) -> None:
     """torch.compile sets a folder and an assembler for its own kernels; ours, and those of the workers, keep what the process
     began with, and know each other again: the version of the assembler that Triton remembers is part of their names."""

@@ -99,6 +99,7 @@ def test_what_is_not_compiled_in_time_is_left_for_the_next_time(job: Any) -> Non
     assert {e.status for e in plan.evidence} == {"measured"}
 
 
+@pytest.mark.slow
 def test_what_was_late_is_measured_again_in_the_time_that_others_left(job: Any) -> None:
     slow, quick = slow_and_quick(job)
     op, key = planted(("planted.quick", [quick]), ("planted.slow", [slow]))

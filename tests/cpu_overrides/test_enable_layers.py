@@ -168,7 +168,7 @@ def test_the_weight_behind_a_transpose_is_found(enabled: None, served: list[str]
     assert served == ["linear"]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_under_torch_compile(backend: str, enabled: None) -> None:
     torch._dynamo.reset()
     module, shape = modules()["batched"]

@@ -132,8 +132,14 @@ def test_registered_op_passes_opcheck(name: str) -> None:
             )
 
 
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """Loaded: the first graph of a process takes two seconds."""
+    torch.compile(torch.neg, backend="aot_eager")(torch.ones(1))
+
+
 @pytest.mark.parametrize("name", PUBLIC)
-def test_compiled_call_equals_eager_call(name: str) -> None:
+def test_compiled_call_equals_eager_call(name: str, compiler: None) -> None:
     op = OPS[name]
     if op.baseline is not None:
         pytest.skip("draws random numbers; see test_dropout")

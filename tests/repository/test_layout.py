@@ -83,8 +83,13 @@ def mistakes(root: Path) -> list[str]:
     return sorted(set(found))
 
 
-def test_everything_is_in_its_place() -> None:
-    assert not mistakes(ROOT)
+@pytest.fixture(scope="module")
+def found() -> list[str]:
+    return mistakes(ROOT)
+
+
+def test_everything_is_in_its_place(found: list[str]) -> None:
+    assert not found
 
 
 @pytest.mark.parametrize(

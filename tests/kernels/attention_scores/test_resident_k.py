@@ -63,6 +63,7 @@ def test_what_they_refuse_and_offer() -> None:
         assert "half of the shared memory" in str(hopper_resident_k.kept_refusal(**fits | wrong))
 
 
+@pytest.mark.slow
 def test_they_compile_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_capability", lambda device: 90)
     cuda, jobs = torch.device("cuda", 0), []

@@ -182,6 +182,7 @@ def test_rows_are_cut_so_that_programs_fill_a_gpu(dtype: str, columns: int, rows
         )
 
 
+@pytest.mark.slow
 def test_it_compiles_without_spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a thread has one access of 16 bytes a group and tensor where it reads or writes one."""
     cuda, jobs = torch.device("cuda", 0), []

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ...support.gemm import COLUMNWISE
 
 from tensorlogic.kernels.gemm import bind, tiled  # isort: skip  (after the interpreter is asked for)

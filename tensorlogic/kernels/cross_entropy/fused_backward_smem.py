@@ -45,7 +45,7 @@ def held_launcher(
     device: torch.device,
     cores: int,
 ) -> Callable[..., bool]:
-    """As `triton_cross_entropy_together.together_launcher`, on a Hopper GPU of `cores` multiprocessors."""
+    """As `fused_backward.together_launcher`, on a Hopper GPU of `cores` multiprocessors."""
     from .fused_backward_smem_kernel import cross_entropy_held
 
     lanes, warps, per = config["LANES"], config["num_warps"], config["per"]

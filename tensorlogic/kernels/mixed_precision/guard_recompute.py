@@ -232,7 +232,7 @@ def _noting(seen: Seen, highest: float, spoilt: int, device: torch.device) -> St
     """What notes elements that have left the result's range; None where none can, the largest of the operands being within limits."""
     (m, n, k), name = seen.sizes, seen.names[2]
     largest = torch.finfo(dtypes.DTYPES["f32" if name == "f64" else name]).max
-    if 4 * k * highest * highest <= largest:  # as in accuracy.py
+    if 4 * k * highest * highest <= largest:  # as in error_statistics.py
         return None
     return _note(name, m * n, spoilt, SIZES[name], device)
 

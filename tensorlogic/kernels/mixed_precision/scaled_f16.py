@@ -15,7 +15,7 @@ from ..triton_runtime.device_math import follow
 from ..triton_runtime.launch import Start, prepare
 from . import line_max, split_planes
 
-# and elements along them of a tile, as in triton_lines.py
+# and elements along them of a tile, as in line_max.py
 LINES = {True: (16, 512), False: (128, 64)}
 # bytes of a line, beyond which it is read by several programs
 WHOLE = 8192

@@ -23,7 +23,7 @@ def softmax_held_launcher(
     backward: bool = False,
 ) -> Callable[..., bool]:
     """A callable (x, y) -> bool: softmax of contiguous rows [rows, columns], of tensors at 16-byte addresses; or
-    (y, dy, dx) -> bool, its gradient; on a Hopper GPU of `cores` multiprocessors. Configurations: `cross_entropy_held.held_configs`."""
+    (y, dy, dx) -> bool, its gradient; on a Hopper GPU of `cores` multiprocessors. Configurations: `fused_backward_smem.held_configs`."""
     from .smem_kernel import softmax_backward_held, softmax_held
 
     lanes, width = config["LANES"], 16 // SIZES[dtype]

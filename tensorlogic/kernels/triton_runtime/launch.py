@@ -116,7 +116,7 @@ def prepare(
     `align`: bytes (a power of two) every pointer is aligned to; the kernel relies on it, and where
     it does not hold `start` returns False, launching nothing. `start` uses the current stream of
     `device`. Under Triton's interpreter the kernel runs on CPU tensors. Raises CompileFailure, also
-    for a grid that cannot be launched and for constants that do not cover the problem (triton_fitting.py).
+    for a grid that cannot be launched and for constants that do not cover the problem (config_check.py).
 
         start = prepare(
             scale, grid=(8, 1, 1), pointers={"x_ptr": "f16", "y_ptr": "f16"}, integers={"N": 1000},
